@@ -1,0 +1,1 @@
+"""Room not furnished yet."""

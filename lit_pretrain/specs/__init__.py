@@ -1,0 +1,22 @@
+"""What the rooms tell each other: plain dataclasses and Protocols, no torch."""
+
+from lit_pretrain.specs.gpt import GPTConfig, RopeScaling
+from lit_pretrain.specs.protocols import (
+    AppliedUpdates,
+    CorpusProvider,
+    GradientNorm,
+    PreparedCorpus,
+    TextGenerator,
+    TokenAccounting,
+)
+
+__all__ = [
+    "AppliedUpdates",
+    "CorpusProvider",
+    "GPTConfig",
+    "GradientNorm",
+    "PreparedCorpus",
+    "RopeScaling",
+    "TextGenerator",
+    "TokenAccounting",
+]

@@ -1,0 +1,84 @@
+"""What one room may ask of another without importing it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedCorpus:
+    """A corpus ready to read: one shard folder per source and split, and the tokenizer all of them share.
+
+    Args:
+        train: Source name to shard folder.
+        validation: Source name to shard folder of held-out documents; may be empty.
+        tokenizer: A ``tokenizer.json``; None when only ids are known.
+    """
+
+    train: Mapping[str, Path]
+    validation: Mapping[str, Path] = field(default_factory=dict)
+    tokenizer: Path | None = None
+
+
+@runtime_checkable
+class CorpusProvider(Protocol):
+    """Makes or finds a corpus. ``prepare`` is called on one process per node and may take long; it shows progress."""
+
+    def prepare(self) -> PreparedCorpus:
+        """Build what is missing, then say where everything is. Calling it again is cheap."""
+        ...
+
+    def locate(self) -> PreparedCorpus:
+        """Where everything is, without building. Raises DataError when ``prepare`` has not run."""
+        ...
+
+
+@runtime_checkable
+class TokenAccounting(Protocol):
+    """A data module that knows how many tokens one optimizer update uses, over all data-parallel ranks."""
+
+    @property
+    def tokens_per_update(self) -> int:
+        """Nominal target tokens in a global batch."""
+        ...
+
+
+@runtime_checkable
+class AppliedUpdates(Protocol):
+    """A callback that counts the updates that were really applied (fp16 skips none of them into the count)."""
+
+    @property
+    def applied_updates(self) -> int:
+        """Optimizer updates applied so far."""
+        ...
+
+
+@runtime_checkable
+class GradientNorm(Protocol):
+    """A strategy that knows its one global gradient norm, whatever the layout."""
+
+    def global_grad_norm(self, parameters: Sequence[Any]) -> Any:
+        """L2 norm over all ranks of the unscaled gradients, a 0-d float32 tensor. Every rank calls it."""
+        ...
+
+
+@runtime_checkable
+class TextGenerator(Protocol):
+    """A LightningModule that can continue token ids."""
+
+    def generate(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        eos_id: int | None = None,
+    ) -> list[int]:
+        """The prompt's continuation, without the prompt."""
+        ...
