@@ -71,8 +71,8 @@ class GPTConfig:
         n_kv_head: Key and value heads (grouped-query attention); None means ``n_head``.
         n_embd: Width of the residual stream.
         head_dim: Width of a head; None means ``n_embd / n_head``.
-        ffn_hidden_size: Width of the MLP; None means ``4 n_embd``, or ``8/3 n_embd`` rounded up to a multiple of 64 for
-            ``swiglu``.
+        ffn_hidden_size: Width of the MLP; None means ``4 n_embd``, or ``8/3 n_embd`` rounded up to a multiple of 256
+            for ``swiglu`` (LLaMA: 11008 at 4096).
         position: ``learned`` (GPT-2) or ``rope`` (LLaMA; the half-split layout of Hugging Face).
         rope_base: Base of the rotary frequencies.
         rope_scaling: Stretch of the rotary frequencies, or None.
@@ -162,7 +162,7 @@ class GPTConfig:
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         if self.mlp == "swiglu":
-            return -(-8 * self.n_embd // (3 * 64)) * 64
+            return -(-8 * self.n_embd // (3 * 256)) * 256
         return 4 * self.n_embd
 
     @property
