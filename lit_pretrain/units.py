@@ -16,7 +16,7 @@ def count(value: float) -> str:
 def size(num_bytes: float) -> str:
     """Bytes in binary steps: ``1536`` as ``1.5 KiB``."""
     for step, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if abs(num_bytes) >= step:
+        if abs(num_bytes) >= step * (1 - 0.05 / 1024):  # what would round to 1024.0 of the smaller unit
             return f"{num_bytes / step:.1f} {name}"
     return f"{num_bytes:.0f} B"
 

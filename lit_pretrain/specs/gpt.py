@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +21,18 @@ def _choice(name: str, value: object, known: tuple[str, ...]) -> None:
 def _whole(name: str, value: object, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"model.{name}={value!r} must be a whole number of at least {least}.")
+
+
+def _number(
+    name: str, value: object, *, above: float | None = None, least: float = 0.0, below: float = math.inf
+) -> None:
+    number = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
+    low_enough = number < below  # False for NaN and infinity
+    if low_enough and (number >= least if above is None else number > above):
+        return
+    rule = f"of at least {least:g}" if above is None else f"above {above:g}"
+    limit = "" if below == math.inf else f" and below {below:g}"
+    raise ConfigError(f"model.{name}={value!r} must be a finite number {rule}{limit}.")
 
 
 def _divisors(n: int) -> str:
@@ -50,8 +63,10 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         _choice("rope_scaling.kind", self.kind, ("linear", "llama3"))
-        if self.factor < 1.0:
-            raise ConfigError(f"model.rope_scaling.factor={self.factor} must be at least 1.")
+        _number("rope_scaling.factor", self.factor, least=1.0)
+        _number("rope_scaling.low_freq_factor", self.low_freq_factor, above=0.0)
+        _number("rope_scaling.high_freq_factor", self.high_freq_factor, above=0.0)
+        _whole("rope_scaling.original_block_size", self.original_block_size)
         if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise ConfigError(
                 f"model.rope_scaling.high_freq_factor={self.high_freq_factor} must be above "
@@ -135,16 +150,12 @@ class GPTConfig:
             raise ConfigError(f"model.position=rope needs an even head size, not {self.head_size}; set model.head_dim.")
         if self.rope_scaling is not None and self.position != "rope":
             raise ConfigError("model.rope_scaling is set but model.position=learned; use model.position=rope.")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ConfigError(f"model.dropout={self.dropout} must be at least 0 and below 1.")
-        if self.z_loss < 0.0:
-            raise ConfigError(f"model.z_loss={self.z_loss} must not be negative.")
-        if self.norm_eps <= 0.0:
-            raise ConfigError(f"model.norm_eps={self.norm_eps} must be above 0.")
-        if self.rope_base <= 0.0:
-            raise ConfigError(f"model.rope_base={self.rope_base} must be above 0.")
-        if self.init_std is not None and self.init_std <= 0.0:
-            raise ConfigError(f"model.init_std={self.init_std} must be above 0.")
+        _number("dropout", self.dropout, below=1.0)
+        _number("z_loss", self.z_loss)
+        _number("norm_eps", self.norm_eps, above=0.0)
+        _number("rope_base", self.rope_base, above=0.0)
+        if self.init_std is not None:
+            _number("init_std", self.init_std, above=0.0)
 
     @property
     def head_size(self) -> int:
