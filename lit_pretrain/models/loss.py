@@ -1,0 +1,181 @@
+"""Cross-entropy of a large vocabulary, a few tokens at a time."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORE_INDEX = -100
+
+
+class LossSums(NamedTuple):
+    """Sums over the valid targets of a batch; whoever owns the batch divides.
+
+    Args:
+        nll_sum: Sum of ``-log p(target)`` in nats, 0-d, float32 or float64.
+        z_loss_sum: Sum of ``z_loss * log(Z)^2``, already weighted; 0-d. Zero where z-loss is off.
+        num_targets: Targets that are not -100; 0-d, int64.
+    """
+
+    nll_sum: Tensor
+    z_loss_sum: Tensor
+    num_targets: Tensor
+
+
+def chunked_cross_entropy(
+    hidden_NC: Tensor,
+    weight_VC: Tensor,
+    targets_N: Tensor,
+    *,
+    vocab_size: int,
+    z_loss: float = 0.0,
+    chunk_size: int,
+) -> LossSums:
+    """Head and cross-entropy in one, never holding more than ``chunk_size`` rows of logits.
+
+    Where a gradient is wanted it is computed along with the loss, while a chunk's logits are at hand: three matrix
+    products in all, as without chunks, instead of the four of a recomputation. Rows of ``weight_VC`` from
+    ``vocab_size`` on stay outside the log-partition and get a gradient of exactly zero.
+
+    Args:
+        hidden_NC: Last hidden states.
+        weight_VC: The head's weight, padded to V rows.
+        targets_N: Target ids, int64; -100 where nothing is to be predicted.
+        vocab_size: Rows of the head that are real tokens.
+        z_loss: Weight of the squared log-partition.
+        chunk_size: Tokens whose logits are held at once.
+
+    Returns:
+        Sums over the valid targets. Differentiable once.
+    """
+    grad_enabled = torch.is_grad_enabled()
+    device_type = hidden_NC.device.type
+    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden_NC.dtype
+    nll_sum, z_loss_sum = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden_NC,
+        weight_VC,
+        targets_N,
+        vocab_size,
+        z_loss,
+        chunk_size,
+        torch.float64 if hidden_NC.dtype == torch.float64 else dtype,
+        grad_enabled and hidden_NC.requires_grad,
+        grad_enabled and weight_VC.requires_grad,
+    )
+    return LossSums(nll_sum, z_loss_sum, (targets_N != IGNORE_INDEX).sum())
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NC: Tensor,
+        weight_VC: Tensor,
+        targets_N: Tensor,
+        vocab_size: int,
+        z_loss: float,
+        chunk_size: int,
+        dtype: torch.dtype,
+        need_hidden: bool,
+        need_weight: bool,
+    ) -> tuple[Tensor, Tensor]:
+        with torch.autocast(hidden_NC.device.type, enabled=False):
+            sums, grads = _sums_and_gradients(
+                hidden_NC, weight_VC, targets_N, vocab_size, z_loss, chunk_size, dtype, need_hidden, need_weight
+            )
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*grads)
+        return sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, nll_grad: Tensor | None, z_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_nll, weight_nll, hidden_z, weight_z = ctx.saved_tensors
+        return (
+            _combine(hidden_nll, nll_grad, hidden_z, z_grad),
+            _combine(weight_nll, nll_grad, weight_z, z_grad),
+            *(None,) * 7,
+        )
+
+
+def _combine(
+    nll_part: Tensor | None, nll_grad: Tensor | None, z_part: Tensor | None, z_grad: Tensor | None
+) -> Tensor | None:
+    total = None
+    for part, grad in ((nll_part, nll_grad), (z_part, z_grad)):
+        if part is not None and grad is not None:
+            scaled = part * grad.to(part.dtype)
+            total = scaled if total is None else total.add_(scaled)
+    return total
+
+
+def _sums_and_gradients(
+    hidden_NC: Tensor,
+    weight_VC: Tensor,
+    targets_N: Tensor,
+    vocab_size: int,
+    z_loss: float,
+    chunk_size: int,
+    dtype: torch.dtype,
+    need_hidden: bool,
+    need_weight: bool,
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, ...]]:
+    """Loss sums, and the gradients of each sum for hidden states and weight: (nll, nll, z, z), None where unwanted."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    hidden, weight = hidden_NC.to(dtype), weight_VC.to(dtype)[:vocab_size]
+    use_z = z_loss > 0.0
+    nll_sum = torch.zeros((), dtype=wide, device=hidden.device)
+    z_sum = torch.zeros_like(nll_sum)
+    hidden_nll = torch.empty_like(hidden_NC) if need_hidden else None
+    hidden_z = torch.empty_like(hidden_NC) if need_hidden and use_z else None
+    weight_nll = torch.zeros_like(weight_VC, dtype=wide) if need_weight else None
+    weight_z = torch.zeros_like(weight_VC, dtype=wide) if need_weight and use_z else None
+
+    for start in range(0, hidden.shape[0], chunk_size):
+        rows = slice(start, start + chunk_size)
+        h_nC, targets_n = hidden[rows], targets_N[rows]
+        valid_n = targets_n != IGNORE_INDEX
+        target_n1 = torch.where(valid_n, targets_n, 0)[:, None]
+        logits_nV = torch.mm(h_nC, weight.t())
+        log_p_nV = torch.log_softmax(logits_nV, dim=-1, dtype=wide)
+        target_log_p_n = log_p_nV.gather(1, target_n1)[:, 0]
+        nll_sum += torch.where(valid_n, -target_log_p_n, 0.0).sum()
+        log_z_n = logits_nV.gather(1, target_n1)[:, 0].to(wide) - target_log_p_n
+        if use_z:
+            z_sum += z_loss * torch.where(valid_n, log_z_n.square(), 0.0).sum()
+        del logits_nV
+        if not (need_hidden or need_weight):
+            continue
+
+        # d nll / d logits = p - onehot. Rows without a target drop out through valid_n, on the narrow side of the
+        # products, where it costs C instead of V.
+        valid_n1 = valid_n[:, None].to(dtype)
+        grad_nV = log_p_nV.exp_()
+        grad_nV.scatter_add_(1, target_n1, grad_nV.new_full((), -1.0).expand_as(target_n1))
+        grad_nV = grad_nV.to(dtype)
+        z_scale_n1 = (2.0 * z_loss * log_z_n)[:, None].to(dtype) * valid_n1 if use_z else None
+        if hidden_nll is not None:
+            product_nC = torch.mm(grad_nV, weight)
+            hidden_nll[rows] = product_nC * valid_n1
+            if hidden_z is not None and z_scale_n1 is not None:
+                # d (log Z)^2 / d logits = 2 log Z p, and p = (p - onehot) + onehot.
+                hidden_z[rows] = (product_nC + weight[target_n1[:, 0]]) * z_scale_n1
+        if weight_nll is not None:
+            _add_product(weight_nll[:vocab_size], grad_nV.t(), h_nC * valid_n1)
+            if weight_z is not None and z_scale_n1 is not None:
+                scaled_nC = h_nC * z_scale_n1
+                _add_product(weight_z[:vocab_size], grad_nV.t(), scaled_nC)
+                weight_z.index_add_(0, target_n1[:, 0], scaled_nC.to(wide))
+    narrow = [None if g is None else g.to(weight_VC.dtype) for g in (weight_nll, weight_z)]
+    return (nll_sum, z_sum), (hidden_nll, narrow[0], hidden_z, narrow[1])
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right``, summed over chunks in the wide dtype of ``total``."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(torch.mm(left, right))
