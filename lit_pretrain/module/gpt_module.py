@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -184,10 +184,14 @@ class GPTModule(pl.LightningModule):
             num_bytes = self._token_bytes[targets[targets >= 0]].sum()
         for name in {key, "all"}:
             if name in self.val_metrics:
-                self.val_metrics[name].update(sums.nll_sum, sums.num_targets, num_bytes)
+                self._metric(name).update(sums.nll_sum, sums.num_targets, num_bytes)
+
+    def _metric(self, key: str) -> TokenLoss:
+        return cast(TokenLoss, self.val_metrics[key])
 
     def _report(self, prefix: str) -> None:
-        for key, metric in self.val_metrics.items():
+        for key in self.val_metrics:
+            metric = self._metric(key)
             name = "" if key == "all" else f"/{self._source_names[int(key)]}"
             if key != "all" and len(self._source_names) < 2:
                 metric.reset()
