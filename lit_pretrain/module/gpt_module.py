@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_pretrain.errors import ConfigError
-from lit_pretrain.models import GPT, generate, init_weights
+from lit_pretrain.models import GPT, ActivationCheckpointing, generate, init_weights
 from lit_pretrain.module.metrics import TokenLoss
 from lit_pretrain.module.weighting import TargetWeighting
 from lit_pretrain.optim import adamw
@@ -65,7 +65,7 @@ class GPTModule(pl.LightningModule):
         config: GPTConfig | Mapping[str, Any],
         *,
         optimizer: Callable[[nn.Module], Optimizer] | None = None,
-        activation_checkpointing: str = "none",
+        activation_checkpointing: ActivationCheckpointing = "none",
         compile: bool = False,
         seed: int = 0,
     ) -> None:
