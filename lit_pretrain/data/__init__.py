@@ -1,1 +1,6 @@
-"""Room not furnished yet."""
+"""Batches for Lightning: the same global batches on any number of ranks, and exact resume."""
+
+from lit_pretrain.data.datamodule import TokenDataModule
+from lit_pretrain.data.loader import PlanLoader
+
+__all__ = ["PlanLoader", "TokenDataModule"]
