@@ -76,6 +76,10 @@ def _kill_yourself(rank: int) -> None:
     time.sleep(60)
 
 
+def _unpicklable() -> object:
+    return lambda: None
+
+
 def _start_a_child() -> int:
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
 
@@ -143,6 +147,11 @@ def test_a_hang_shows_every_stack(ranks, tmp_path):
 def test_a_killed_rank_is_named(ranks):
     with pytest.raises(RankError, match=r"^rank 1 of 2 failed: was killed by SIGKILL"):
         ranks(2, _kill_yourself, 1)
+
+
+def test_a_result_that_cannot_travel_is_an_error(ranks):
+    with pytest.raises(RankError, match=r"^rank 0 of 1 failed: .*[Pp]ickl"):
+        ranks(1, _unpicklable)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

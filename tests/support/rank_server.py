@@ -163,6 +163,9 @@ def _be_rank(rank: int, request: dict[str, Any], listener: socket.socket, out: C
         out.send_bytes(pickle.dumps(answer))
         while True:
             signal.pause()
+    except BaseException:
+        traceback.print_exc()  # into the log: the pipe may be what failed
+        sys.stderr.flush()
     finally:
         os._exit(70)
 
