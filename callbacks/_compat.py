@@ -1,0 +1,64 @@
+"""The private names of Lightning and torch that callbacks lean on, each with the reason and when it can go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch.optim import Optimizer
+
+
+def should_log(trainer: Trainer) -> bool:
+    """Whether what is logged in this training batch reaches the loggers, or is the last word of the run.
+
+    Lightning decides by ``_batches_that_stepped``, which no public property shows; ``Trainer.global_step`` differs
+    from it under manual optimization. Can go when the trainer offers a public answer (seen in lightning 2.6).
+    """
+    return bool(trainer._logger_connector.should_update_logs or is_debugging(trainer) or ends_run(trainer))
+
+
+def is_debugging(trainer: Trainer) -> bool:
+    """Whether ``fast_dev_run`` is on; Lightning sets the attribute outside the class, where type checkers miss it."""
+    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+
+
+def ends_run(trainer: Trainer) -> bool:
+    """Whether the update in progress may be the last of the epoch or of the run."""
+    return bool(trainer.is_last_batch or (trainer.max_steps != -1 and trainer.global_step + 1 >= trainer.max_steps))
+
+
+def accumulates(trainer: Trainer) -> bool:
+    """Whether the batch in progress only adds gradients. ``_should_accumulate`` has no public counterpart (2.6)."""
+    return bool(trainer.fit_loop._should_accumulate())
+
+
+def grad_scaler(trainer: Trainer) -> Any | None:
+    """The loss scaler of the precision plugin, or None: it then owns what happens to non-finite gradients."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler if scaler is not None and getattr(scaler, "is_enabled", lambda: True)() else None
+
+
+def unscale_if_left_scaled(scaler: Any, optimizer: Optimizer) -> None:
+    """Bring gradients to true units where Lightning leaves that to the optimizer's own step.
+
+    Lightning unscales before ``on_before_optimizer_step`` except for optimizers that set
+    ``_step_supports_amp_scaling`` (fused ones). Unscaling those here is safe: torch then hands the kernel
+    ``grad_scale=None`` and it does not divide a second time. Can go when Lightning unscales for fused optimizers too.
+    """
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        scaler.unscale_(optimizer)
+
+
+def step_was_skipped(optimizer: Optimizer) -> bool:
+    """Whether the optimizer step that just ran changed nothing. Call it from a step post hook.
+
+    Two ways to skip: no parameter has a gradient (a callback dropped the update), or a fused optimizer was handed a
+    non-zero ``found_inf`` by ``torch.amp.GradScaler`` (an unfused one is not called at all, so its hook stays silent).
+    Reading ``found_inf`` waits for the device once per update, for fused optimizers under fp16 on CUDA only; torch
+    does the same wait itself for unfused ones.
+    """
+    found_inf = getattr(optimizer, "found_inf", None)
+    if isinstance(found_inf, torch.Tensor) and found_inf.item():
+        return True
+    return not any(p.grad is not None for group in optimizer.param_groups for p in group["params"])

@@ -1,0 +1,36 @@
+"""In which order callbacks have to run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import IntEnum
+
+from lightning.pytorch.callbacks import Callback, Checkpoint
+
+
+class Order(IntEnum):
+    """Places in a callback list, first to last. A callback states its own in the class attribute ``order``."""
+
+    RESUME = 0
+    LEARNING_RATE = 10
+    NON_FINITE = 20
+    ROLLBACK = 30
+    PREEMPTION = 40
+    STATISTICS = 50
+    USER = 60
+    SAVE_MARK = 70
+    CHECKPOINT = 80
+
+
+def place(callback: Callback) -> int:
+    """Where a callback belongs; one that says nothing is the user's."""
+    if isinstance(callback, Checkpoint):
+        return Order.CHECKPOINT
+    return int(getattr(callback, "order", Order.USER))
+
+
+def sort_callbacks(callbacks: Iterable[Callback]) -> list[Callback]:
+    """A new list: the learning rate is written before anything reads it, gradients are guarded before anything uses
+    them, the user's callbacks see both, and checkpoints are saved last. Equals keep the order they came in.
+    """  # noqa: D205
+    return sorted(callbacks, key=place)
