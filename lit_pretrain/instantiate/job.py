@@ -1,0 +1,106 @@
+"""One rank of one training run, from a resolved configuration. Needs no Hydra; also the entry for other programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import seed_everything
+
+from lit_pretrain import units
+from lit_pretrain.instantiate import checkpoints
+from lit_pretrain.instantiate.closing import checkpoint_folder
+from lit_pretrain.instantiate.run import Run, build_run
+
+RESULT = "result.json"
+TOKENIZER = "tokenizer.json"
+
+
+def train(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Train. Every rank calls it; rank 0 writes ``result.json`` into the run folder and prints a summary.
+
+    Args:
+        config: The resolved configuration, plain containers.
+
+    Returns:
+        ``metrics`` (name to final value), ``steps``, ``tokens``, ``seconds``, ``checkpoint`` (a path or None).
+
+    Raises:
+        ConfigError: Before the first step.
+        KeyboardInterrupt: The run was interrupted; Lightning has shut down in order.
+    """
+    start = time.monotonic()
+    seed_everything(config["seed"], workers=True, verbose=False)
+    run = build_run(config)
+    fit(run)
+    trainer = run.trainer
+    folder = checkpoint_folder(trainer)
+    saved = checkpoints.listed(folder) if folder is not None else []
+    result = {
+        "metrics": {k: float(v) for k, v in sorted(trainer.callback_metrics.items())},
+        "steps": trainer.global_step,
+        "tokens": trainer.global_step * config["batch"]["tokens_per_update"],
+        "seconds": round(time.monotonic() - start, 3),
+        "checkpoint": str(saved[-1]) if saved else None,
+    }
+    if trainer.is_global_zero:
+        run_dir = Path(config["run"]["dir"])
+        _keep_tokenizer(run, run_dir)
+        _write(result, run_dir / RESULT)
+        print(summary(config, result), flush=True)
+    return result
+
+
+def fit(run: Run) -> None:
+    """``trainer.fit``, with an interruption raised as one: Lightning turns Ctrl-C into ``sys.exit(1)``."""
+    try:
+        run.trainer.fit(run.module, datamodule=run.datamodule)
+    except SystemExit:
+        if run.trainer.interrupted:
+            raise KeyboardInterrupt from None
+        raise
+
+
+def summary(config: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    """What the end of a run says on the terminal."""
+    run_dir = config["run"]["dir"]
+    metrics = result["metrics"]
+    rows = [("steps", f"{result['steps']:,} ({units.count(result['tokens'])} tokens)")]
+    names = {
+        "val/loss": "nats per token",
+        "val/perplexity": "",
+        "val/bits_per_byte": "",
+        "train/loss": "nats per token, last update",
+    }
+    rows += [(name, f"{metrics[name]:.4f} {unit}".rstrip()) for name, unit in names.items() if name in metrics]
+    if result["checkpoint"]:
+        rows.append(("checkpoint", result["checkpoint"]))
+    logger = config.get("logger")
+    if isinstance(logger, Mapping) and str(logger.get("_target_", "")).endswith("TensorBoardLogger"):
+        rows.append(("curves", f"tensorboard --logdir {run_dir}"))
+    if result["checkpoint"]:
+        rows.append(("text", f'lit-pretrain generate run={run_dir} prompt="..."'))
+    width = max(len(name) for name, _ in rows)
+    lines = [f"\nlit-pretrain: finished in {units.duration(result['seconds'])}"]
+    return "\n".join([*lines, *(f"  {name:<{width}}  {text}" for name, text in rows)])
+
+
+def _keep_tokenizer(run: Run, run_dir: Path) -> None:
+    """Copy the tokenizer beside the checkpoints: the run folder alone is then enough to make text."""
+    source = getattr(getattr(run.datamodule, "tokenizer", None), "path", None)
+    if source is not None:
+        shutil.copyfile(source, run_dir / TOKENIZER)
+
+
+def _write(result: Mapping[str, Any], path: Path) -> None:
+    """Write strict JSON, complete or not at all; values that JSON has no word for become null."""
+    metrics = {k: v if math.isfinite(v) else None for k, v in result["metrics"].items()}
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps({**result, "metrics": metrics}, indent=2) + "\n", encoding="utf-8")
+    os.replace(draft, path)

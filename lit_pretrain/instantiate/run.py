@@ -1,0 +1,90 @@
+"""The objects of a training run, from its resolved configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+
+from lit_pretrain.callbacks import sort_callbacks
+from lit_pretrain.errors import ConfigError
+from lit_pretrain.instantiate.build import build, validate
+from lit_pretrain.instantiate.closing import Closing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Everything ``trainer.fit`` needs."""
+
+    trainer: Trainer
+    module: LightningModule
+    datamodule: LightningDataModule
+
+
+def build_run(config: Mapping[str, Any]) -> Run:
+    """Construct a run.
+
+    Args:
+        config: The resolved configuration, plain containers.
+
+    Raises:
+        ConfigError: A setting that no constructor takes, or that one refuses; a decision with two owners.
+    """
+    # The settings a user writes stand at the top and are handed on inside other nodes: check them under their own
+    # names first.
+    for key in ("model", "optimizer"):
+        if isinstance(config.get(key), Mapping):
+            validate(config[key], key)
+    if isinstance(config["strategy"], Mapping):
+        validate(config["strategy"], "strategy")
+    if isinstance(config["model"], Mapping) and not config["model"].get("_partial_"):
+        build(config["model"], "model")
+    datamodule = build(config["data"], "data")
+    module = build(config["module"], "module")
+    return Run(trainer=build_trainer(config), module=module, datamodule=datamodule)
+
+
+def build_trainer(config: Mapping[str, Any]) -> Trainer:
+    """The trainer, with its callbacks in order and its logger.
+
+    Raises:
+        ConfigError: As :func:`build_run`.
+    """
+    node = dict(config["trainer"])
+    for key, owner in (("callbacks", "callbacks.NAME"), ("logger", "logger")):
+        if node.get(key) not in (None, False):
+            raise ConfigError(
+                f"trainer.{key} and {owner} decide the same thing; set {owner} and leave trainer.{key} out."
+            )
+        node.pop(key, None)
+    callbacks = build_callbacks(config)
+    logger = config.get("logger")
+    # Without a Checkpoint callback Lightning adds one of its own, with `=` in its file names.
+    saves = any(isinstance(c, Checkpoint) for c in callbacks)
+    node.setdefault("enable_checkpointing", saves)
+    trainer: Trainer = build(
+        node,
+        "trainer",
+        callbacks=[*callbacks, Closing()],
+        logger=build(logger, "logger") if logger else False,
+    )
+    return trainer
+
+
+def build_callbacks(config: Mapping[str, Any]) -> list[Callback]:
+    """The schedule and the keyed callbacks, in the order they have to run; a key set to null is left out."""
+    nodes = config.get("callbacks") or {}
+    if not isinstance(nodes, Mapping):
+        raise ConfigError(f"callbacks={nodes!r} must be a mapping of names to callbacks.")
+    found = [build(node, f"callbacks.{name}") for name, node in nodes.items() if node is not None]
+    if config.get("schedule"):
+        found.insert(0, build(config["schedule"], "schedule"))
+    for c in found:
+        if not isinstance(c, Callback):
+            raise ConfigError(
+                f"callbacks: {type(c).__name__} is not a Lightning Callback; name another class in _target_."
+            )
+    return sort_callbacks(found)
