@@ -1,1 +1,94 @@
-"""Room not furnished yet."""
+"""``lit-pretrain VERB [Hydra overrides]``.
+
+This file answers before anything heavy is loaded: Hydra only once a verb is known, torch and Lightning only in the
+processes that train.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+VERBS = {
+    "train": "pretrain a model, or several with -m",
+    "generate": "continue a prompt with a trained model",
+}
+
+EXAMPLES = """\
+examples:
+  lit-pretrain train experiment=demo
+  lit-pretrain train model=gpt2-124m data=shards data.corpus.sources="{web: FOLDER}" length.tokens=1e9
+  lit-pretrain train -m optimizer.lr=1e-3,3e-4 length.steps=1000 trainer.devices=2 strategy=ddp
+  lit-pretrain generate run=outputs/RUN prompt="Once upon a time"
+"""
+
+
+def usage() -> str:
+    """What the command prints without arguments."""
+    rows = "\n".join(f"  {verb:<10}{text}" for verb, text in VERBS.items())
+    return (
+        "usage: lit-pretrain VERB [flags] [group=option] [setting=value] ...\n\n"
+        f"verbs:\n{rows}\n\n{EXAMPLES}\n"
+        "lit-pretrain VERB --help shows a verb's groups and settings; --version the version.\n"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Console entry.
+
+    Args:
+        arguments: Words after the command's name; those of the process by default.
+
+    Returns:
+        The exit code: 0, 1 for a failed run, 2 for a wrong command line, 130 after Ctrl-C, 128 + n after signal n.
+    """
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    if {"-sc", "--shell-completion"} & set(argv):
+        return _complete(argv)
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage(), end="")
+        return 0
+    if argv[0] == "--version":
+        from lit_pretrain import __version__
+
+        print(f"lit-pretrain {__version__}")
+        return 0
+    verb, rest = argv[0], argv[1:]
+    if verb not in VERBS:
+        print(f"lit-pretrain: {_not_a_verb(verb, rest)}", file=sys.stderr)
+        return 2
+    from lit_pretrain.cli.app import run_verb
+
+    return run_verb(verb, rest)
+
+
+def _not_a_verb(word: str, rest: Sequence[str]) -> str:
+    from lit_pretrain.instantiate.nearest import nearest
+
+    if "=" in word or word.startswith("-"):
+        line = " ".join(["lit-pretrain train", word, *rest])
+        return f"a verb must come first ({', '.join(VERBS)}); did you mean: {line}"
+    return f"{word!r} is not a verb; {nearest(word, VERBS)}"
+
+
+def _complete(argv: list[str]) -> int:
+    """Shell completion.
+
+    Hydra's shell script calls ``lit-pretrain -sc query=bash`` with the whole line in COMP_LINE; Hydra must see it
+    without the verb. ``-sc install=bash`` and ``uninstall=bash`` are the same for every verb.
+    """
+    from lit_pretrain.cli.app import environment, run_verb
+
+    argv = [word for word in argv if word not in VERBS]
+    line = os.environ.get("COMP_LINE")
+    if line is None:
+        return run_verb("train", argv)
+    words = line.split(" ")
+    if len(words) < 3 or words[1] not in VERBS:
+        begun = words[1] if len(words) > 1 else ""
+        print(" ".join(verb for verb in VERBS if verb.startswith(begun)))
+        return 0
+    point = int(os.environ.get("COMP_POINT") or len(line)) - len(words[1]) - 1
+    with environment(COMP_LINE=" ".join([words[0], *words[2:]]), COMP_POINT=str(max(0, point))):
+        return run_verb(words[1], argv)

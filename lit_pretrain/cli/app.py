@@ -1,0 +1,136 @@
+"""Runs one verb under Hydra, and turns every outcome into one exit code and one readable report."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import hydra
+import yaml
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from lit_pretrain.cli import flags, hints, ranks, report
+from lit_pretrain.cli.launch import Failed, Terminated
+from lit_pretrain.errors import ConfigError, RankError
+
+COMMAND_VARIABLE = "LIT_PRETRAIN_COMMAND_PID"
+"""Process id of the command, so that a job in a worker process of a sweep knows that it is not the command."""
+NOTE_VARIABLE = "LIT_PRETRAIN_SWEEP_NOTE"
+"""File in which :class:`lit_pretrain.cli.report.SweepReport` leaves the sweep's folder."""
+
+
+@contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """Set environment variables; everything is as before afterwards, whatever ran in between."""
+    before = os.environ.copy()
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def _arguments(argv: list[str]) -> Iterator[None]:
+    before, sys.argv = sys.argv, argv
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """SIGTERM unwinds a sweep, so that joblib ends its workers; while ranks run, it goes to them instead."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(signum: int, _: FrameType | None) -> None:
+        raise Terminated(signum)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run_verb(verb: str, argv: list[str]) -> int:
+    """Compose a verb's configuration from ``argv`` and run it.
+
+    Args:
+        verb: One of :data:`lit_pretrain.cli.VERBS`.
+        argv: Hydra's flags and overrides.
+
+    Returns:
+        The exit code; see :func:`lit_pretrain.cli.main`.
+    """
+    wrong = flags.check(verb, argv)
+    if wrong is not None:
+        return _complain(wrong, code=2)
+    module = importlib.import_module(f"lit_pretrain.cli.{verb}")
+    job: Callable[..., Any] = module.job
+    if hasattr(module, "prepare_arguments"):
+        argv = module.prepare_arguments(argv)
+    if not ranks.is_rank_zero():  # torchrun, srun: one rank writes .hydra and the log file
+        argv = [*argv, "hydra.output_subdir=null", "hydra/job_logging=stdout"]
+    with tempfile.TemporaryDirectory(prefix="lit-pretrain-") as scratch:
+        note = Path(scratch) / "sweep"
+        # With HYDRA_FULL_ERROR Hydra raises what went wrong instead of printing it and leaving the process.
+        with environment(**{"HYDRA_FULL_ERROR": "1", COMMAND_VARIABLE: str(os.getpid()), NOTE_VARIABLE: str(note)}):
+            return _run(verb, job, argv, note)
+
+
+def _run(verb: str, job: Callable[..., Any], argv: list[str], note: Path) -> int:
+    application = hydra.main(version_base="1.3", config_path="pkg://lit_pretrain.conf", config_name=verb)(job)
+    try:
+        # The plain name: shell completion registers itself under it.
+        with _sigterm_raises(), _arguments(["lit-pretrain", *argv]):
+            application()
+    except KeyboardInterrupt:
+        return _complain("interrupted.", code=130)
+    except Terminated as e:
+        return _complain(f"stopped by {signal.Signals(e.signum).name}.", code=128 + e.signum)
+    except SystemExit as e:  # a flag with a wrong value, by argparse
+        return e.code if isinstance(e.code, int) else 1
+    except Failed as e:
+        return _say_why(e.__cause__, verb, argv)
+    except Exception as e:
+        return 1 if _sweep_failures(note) else _say_why(e, verb, argv)
+    return 1 if _sweep_failures(note) else 0
+
+
+def _say_why(e: BaseException | None, verb: str, argv: list[str]) -> int:
+    """One report for every failure: a sentence where the user can do something, else the traceback."""
+    if isinstance(e, (ConfigError, RankError)):
+        return _complain(str(e))
+    if isinstance(e, (HydraException, OmegaConfBaseException, yaml.YAMLError)):
+        return _complain(hints.explain(e, verb, argv))
+    if isinstance(e, OSError) and e.filename is not None:
+        return _complain(f"{e.filename}: {e.strerror}; choose another folder with output_root=... or run_id=....")
+    traceback.print_exception(e)
+    return 1
+
+
+def _sweep_failures(note: Path) -> int:
+    if not note.exists():
+        return 0
+    return report.print_failures(Path(note.read_text(encoding="utf-8")), sys.stderr)
+
+
+def _complain(text: str, *, code: int = 1) -> int:
+    print(f"lit-pretrain: {text}", file=sys.stderr)
+    return code

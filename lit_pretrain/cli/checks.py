@@ -1,0 +1,135 @@
+"""What can be said about a resolved configuration before any process starts: no torch, no Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lit_pretrain.cli import ranks
+from lit_pretrain.errors import ConfigError
+from lit_pretrain.instantiate.build import build
+from lit_pretrain.instantiate.nearest import nearest
+
+KNOWN = (
+    "batch",
+    "cache_dir",
+    "callbacks",
+    "data",
+    "length",
+    "logger",
+    "model",
+    "module",
+    "optimized_metric",
+    "optimizer",
+    "output_root",
+    "precision",
+    "run",
+    "run_id",
+    "schedule",
+    "seed",
+    "strategy",
+    "trainer",
+    "validation",
+)
+"""Top-level keys of a training run."""
+
+LIGHT = ("lit_pretrain.specs.", "lit_pretrain.corpus.")
+"""Targets that can be built here: their rooms need no torch."""
+
+
+def check(config: Mapping[str, Any], *, multirun: bool) -> None:
+    """Refuse what cannot run.
+
+    Args:
+        config: The resolved configuration, plain containers.
+        multirun: Whether this run is a job of a sweep.
+
+    Raises:
+        ConfigError: With the setting, the value, the rule and the way out.
+    """
+    for key in config:
+        if key not in KNOWN:
+            raise ConfigError(f"{key} is not a setting of train; {nearest(str(key), KNOWN)}")
+    _seed(config["seed"])
+    _model(config)
+    _corpus(config)
+    _processes(config, multirun=multirun)
+
+
+def _seed(seed: object) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise ConfigError(f"seed={seed!r} must be a whole number from 0 to {2**32 - 1}.")
+
+
+def _light(node: object) -> bool:
+    return isinstance(node, Mapping) and str(node.get("_target_", "")).startswith(LIGHT)
+
+
+def _model(config: Mapping[str, Any]) -> None:
+    model = config["model"]
+    if not isinstance(model, Mapping):
+        raise ConfigError(f"model={model!r} must be a group's option: model=NAME.")
+    if not _light(model):
+        return  # somebody else's architecture
+    block_size = build(model, "model").block_size
+    length = config["batch"]["sequence_length"]
+    if isinstance(length, int) and length > block_size:
+        raise ConfigError(
+            f"batch.sequence_length={length} must be at most model.block_size={block_size}; shorten the sequences, or "
+            f"train a longer context with model.block_size={length}."
+        )
+
+
+def _corpus(config: Mapping[str, Any]) -> None:
+    data = config["data"]
+    if isinstance(data, Mapping) and _light(data.get("corpus")):
+        build(data["corpus"], "data.corpus")
+
+
+def _processes(config: Mapping[str, Any], *, multirun: bool) -> None:
+    run, trainer, strategy = config["run"], config["trainer"], config["strategy"]
+    local, nodes = run["num_processes"], trainer.get("num_nodes", 1)
+    target = str(strategy.get("_target_", "")) if isinstance(strategy, Mapping) else ""
+    if target.endswith(".SingleDeviceStrategy") and local * nodes > 1:
+        raise ConfigError(
+            f"strategy=single trains on one device, but trainer.devices={trainer.get('devices')} and "
+            f"trainer.num_nodes={nodes} ask for {local * nodes}; use strategy=ddp, or trainer.devices=1."
+        )
+    outer = ranks.external()
+    if outer is None:
+        if nodes > 1:
+            raise ConfigError(
+                f"trainer.num_nodes={nodes} needs a launcher on every node: start the same command with torchrun or "
+                f"srun."
+            )
+        if run["inline"] and (local > 1 or multirun):
+            raise ConfigError("run.inline=true is for one job of one process; drop -m, and use trainer.devices=1.")
+        return
+    if multirun:
+        raise ConfigError(
+            f"-m under {outer.by} would run the whole sweep in every rank; drop -m, or drop the outer launcher."
+        )
+    if local * nodes != outer.world_size:
+        raise ConfigError(
+            f"{outer.by} started {outer.world_size} ranks, but trainer.devices={trainer.get('devices')} x "
+            f"trainer.num_nodes={nodes} is {local * nodes}; make them equal."
+        )
+
+
+def writable(run_dir: Path) -> None:
+    """Refuse a run folder that cannot be written to.
+
+    Raises:
+        ConfigError: With the reason that the system gives.
+    """
+    probe = run_dir / ".writable"
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as e:
+        raise ConfigError(
+            f"the run folder {run_dir} cannot be written to ({e.strerror}); choose another with output_root=... or "
+            f"run_id=...."
+        ) from e

@@ -1,0 +1,139 @@
+"""Hydra's and OmegaConf's errors as one sentence with the nearest key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from pathlib import Path
+
+import yaml
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue
+
+from lit_pretrain.cli import flags
+from lit_pretrain.errors import ConfigError
+from lit_pretrain.instantiate.nearest import nearest
+
+CONFIGS = "lit_pretrain.conf"
+
+
+def explain(error: BaseException, verb: str, argv: Sequence[str]) -> str:
+    """What the user should change, in one sentence.
+
+    Args:
+        error: What Hydra or OmegaConf raised.
+        verb: The primary configuration.
+        argv: Flags and overrides, to look names up in the configuration that they choose.
+    """
+    chain = list(_chain(error))
+    for e in chain:
+        if isinstance(e, ConfigError):
+            return str(e)
+    for e in chain:
+        if isinstance(e, yaml.MarkedYAMLError) and e.problem_mark is not None:
+            return f"{e.problem_mark.name}, line {e.problem_mark.line + 1}: not valid YAML ({e.problem})."
+    text = "\n".join(str(e) for e in chain)
+    try:
+        sentence = _override(text, verb, argv) or _option(text) or _value(chain, text, argv)
+    except Exception:  # a hint must never hide the error
+        sentence = None
+    first_line = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
+    return sentence or " ".join(first_line.split())
+
+
+def _chain(e: BaseException | None) -> Iterator[BaseException]:
+    while e is not None:
+        yield e
+        e = e.__cause__ or e.__context__
+
+
+def _override(text: str, verb: str, argv: Sequence[str]) -> str | None:
+    """Overrides that name a key which is not there, or is there already."""
+    m = re.search(r"Could not override '([^']+)'", text)
+    if m:
+        return _no_such_key(m.group(1), verb, argv)
+    m = re.search(r"Could not delete from config\. '?([\w./@-]+)'? does not exist", text) or re.search(
+        r"Could not delete\. '?([\w./@-]+)'?", text
+    )
+    if m:
+        return _no_such_key(m.group(1), verb, argv)
+    m = re.search(r"An item is already at '([^']+)'", text)
+    if m:
+        return f"{m.group(1)} exists already; write {m.group(1)}=... without the +."
+    m = re.search(r"Multiple values for ([\w/@]+)", text)
+    if m:
+        return f"{m.group(1)} is chosen twice; name one option."
+    return None
+
+
+def _no_such_key(key: str, verb: str, argv: Sequence[str]) -> str:
+    key = key.replace("/", ".").partition("@")[0]
+    config = _composed(verb, argv)
+    node: object = config
+    found: list[str] = []
+    leaf = key
+    for leaf in key.split("."):
+        if not isinstance(node, DictConfig) or leaf not in node:
+            break
+        found.append(leaf)
+        node = OmegaConf.select(config, ".".join(found))
+    known = {str(k) for k in node} if isinstance(node, DictConfig) else set()
+    if not found:
+        known |= _groups()
+    where = ".".join(found) or verb
+    return f"{'.'.join([*found, leaf])} is not a setting of {where}; {nearest(leaf, known)}"
+
+
+def _option(text: str) -> str | None:
+    m = re.search(r"Could not find '([^']+)'", text)
+    if not m:
+        return None
+    group, _, name = m.group(1).rpartition("/")
+    listing = text.split("Available options", 1)[-1].split("Config search path")[0]
+    options = re.findall(r"^\s+(\S+)$", listing, re.MULTILINE)
+    if not group:
+        return f"there is no configuration {name!r}; {nearest(name, options)}"
+    return f"{group}={name} does not exist; {nearest(name, options)}"
+
+
+def _value(chain: Sequence[BaseException], text: str, argv: Sequence[str]) -> str | None:
+    for e in chain:
+        key = getattr(e, "full_key", None)
+        if isinstance(e, MissingMandatoryValue) and key:
+            return f"{key} must be given: {key}=..."
+        if isinstance(e, InterpolationKeyError) and key:
+            return f"{key}: {' '.join(str(e).splitlines()[0].split())}."
+    if "mismatched input '='" in text:
+        bad = next((a for a in flags.overrides(argv) if a.count("=") > 1), "")
+        key, _, value = bad.partition("=")
+        return f"{bad}: a value with '=' in it needs quotes inside quotes: '{key}=\"{value}\"'."
+    m = re.search(r"[Ee]rror (?:when )?parsing.*override '?([^\n']+)'?", text)
+    if m:
+        return (
+            f"{m.group(1).strip()}: the value cannot be read; lists are [a,b], mappings {{a: 1}}, and text with "
+            f"commas, brackets or '=' needs quotes inside quotes, as in 'name=\"a, b\"'."
+        )
+    m = re.search(r"Ambiguous value for argument '([^']+)'", text)
+    if m:
+        return f"{m.group(1)}: several values make a sweep, which needs -m; a list is written [a,b]."
+    return None
+
+
+def _composed(verb: str, argv: Sequence[str]) -> DictConfig:
+    """The verb's configuration with those group choices of ``argv`` that compose, to look names up in."""
+    groups = _groups()
+    chosen = [a for a in flags.overrides(argv) if a.partition("=")[0] in groups and "," not in a]
+    extra = flags.value_of(argv, "--config-dir", "-cd")
+    if extra is not None:
+        chosen.append(f"hydra.searchpath=[file://{Path(extra).absolute()}]")
+    with initialize_config_module(CONFIGS, version_base="1.3"):
+        try:
+            return compose(verb, chosen, return_hydra_config=True)
+        except Exception:
+            return compose(verb, return_hydra_config=True)
+
+
+def _groups() -> set[str]:
+    return {p.name for p in files(CONFIGS).iterdir() if p.is_dir() and not p.name.startswith("_")}

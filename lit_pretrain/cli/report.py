@@ -1,0 +1,66 @@
+"""Failed jobs of a sweep: each writes its failure beside its run, the command prints all of them at the end.
+
+Files, because jobs may run in other processes or on other machines (joblib, submitit), and because Hydra's basic
+launcher finishes a batch and then raises the first failure only.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from pathlib import Path
+from typing import Any, TextIO
+
+from hydra.experimental.callback import Callback
+
+from lit_pretrain.errors import ConfigError, RankError
+
+FILE = "failure.json"
+
+
+def clear(run_dir: Path) -> None:
+    """Forget an earlier failure of a run that starts again."""
+    (run_dir / FILE).unlink(missing_ok=True)
+
+
+def write(run_dir: Path, overrides: list[str], error: BaseException) -> None:
+    """Leave a job's failure in its folder."""
+    known = isinstance(error, (ConfigError, RankError))
+    text = str(error) if known else "".join(traceback.format_exception(error))
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / FILE).write_text(json.dumps({"overrides": overrides, "text": text}), encoding="utf-8")
+
+
+def print_failures(sweep_dir: Path, out: TextIO) -> int:
+    """Print every failed job of a sweep; returns how many there were."""
+    jobs = [p for p in sweep_dir.iterdir() if p.is_dir() and not p.name.startswith(".")]  # .submitit is not a job
+    failed = sorted((p for p in jobs if (p / FILE).exists()), key=lambda p: (len(p.name), p.name))
+    for folder in failed:
+        report = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        words = " ".join(report["overrides"])
+        print(f"\n=== job {folder.name} failed ({words}), folder {folder}\n{report['text'].rstrip()}", file=out)
+    if failed:
+        names = ", ".join(p.name for p in failed)
+        print(f"\nlit-pretrain: {len(failed)} of {len(jobs)} jobs failed: {names}", file=out)
+    return len(failed)
+
+
+class SweepReport(Callback):
+    """Hydra callback that notes where a sweep's jobs go, and clears what an earlier sweep of that name left.
+
+    Hydra skips the end of a sweep's callbacks when a job raises, so only the start is used.
+
+    Args:
+        note: File to write the sweep's folder to; null where no command waits for it.
+    """
+
+    def __init__(self, note: str | None = None) -> None:
+        self.note = note
+
+    def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
+        """Hydra calls this before the first job."""
+        sweep_dir = Path(str(config.hydra.sweep.dir)).absolute()
+        for old in sweep_dir.glob(f"*/{FILE}"):
+            old.unlink()
+        if self.note:
+            Path(self.note).write_text(str(sweep_dir), encoding="utf-8")

@@ -1,0 +1,73 @@
+"""The ``train`` verb: configuration -> resolved plain YAML in the run folder -> one process per rank.
+
+Neither torch nor Lightning is loaded here, unless this process is a rank itself (``run.inline``, torchrun, srun).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from lit_pretrain.cli import checks, launch, ranks, report, resolvers
+from lit_pretrain.cli.app import COMMAND_VARIABLE
+from lit_pretrain.errors import ConfigError
+
+resolvers.register()  # at import: joblib's and submitit's workers import this module before they compose
+
+
+def resolve(config: DictConfig) -> dict[str, Any]:
+    """The configuration as plain containers, every interpolation done, nothing missing."""
+    plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    assert isinstance(plain, dict)
+    return {str(k): v for k, v in plain.items()}
+
+
+def save(config: dict[str, Any], path: Path) -> None:
+    """Write a configuration as YAML, complete or not at all."""
+    draft = path.with_suffix(f".{os.getpid()}.tmp")
+    draft.write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    os.replace(draft, path)
+
+
+def job(config: DictConfig) -> float | None:
+    """One training run; returns ``optimized_metric``, which a sweeper of Hydra minimises."""
+    hydra_config = HydraConfig.get()
+    run_dir = Path(hydra_config.runtime.output_dir)
+    multirun = hydra_config.mode is not None and hydra_config.mode.name == "MULTIRUN"
+    if ranks.is_rank_zero():
+        report.clear(run_dir)
+    try:
+        result = _run(config, run_dir, multirun=multirun)
+        metric = OmegaConf.select(config, "optimized_metric")
+        if metric is None:
+            return None
+        if metric not in result["metrics"]:
+            known = ", ".join(sorted(result["metrics"])) or "none"
+            raise ConfigError(f"optimized_metric={metric} was not logged by the run; known: {known}.")
+        return float(result["metrics"][metric])
+    except Exception as e:
+        if ranks.is_rank_zero():
+            report.write(run_dir, list(hydra_config.overrides.task), e)
+        if multirun:
+            raise
+        raise launch.Failed from e
+
+
+def _run(config: DictConfig, run_dir: Path, *, multirun: bool) -> dict[str, Any]:
+    plain = resolve(config)
+    checks.check(plain, multirun=multirun)
+    outer = ranks.external()
+    if outer is None or outer.rank == 0:
+        checks.writable(run_dir)
+        save(plain, run_dir / launch.RESOLVED)
+    if outer is None and not plain["run"]["inline"]:
+        in_worker = os.environ.get(COMMAND_VARIABLE) not in (None, str(os.getpid()))
+        return launch.run(run_dir, plain["run"]["num_processes"], orphan_of=os.getppid() if in_worker else None)
+    from lit_pretrain.instantiate.job import train
+
+    return train(plain)
