@@ -27,6 +27,7 @@ from typing import Any
 from lit_pretrain.cli import failures, ranks
 from lit_pretrain.errors import RankError
 
+WORKER = "lit_pretrain.cli.worker"
 RESOLVED = "resolved.yaml"
 RESULT = "result.json"
 POLL_S = 0.05
@@ -128,7 +129,7 @@ class _Ranks:
             # Rank 0 speaks on the terminal.
             log = None if rank == 0 else stack.enter_context(open(self.run_dir / f"rank{rank}.log", "wb"))
             proc = subprocess.Popen(
-                [sys.executable, "-m", "lit_pretrain.cli.worker", str(self.run_dir)],
+                [sys.executable, "-m", WORKER, str(self.run_dir)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=None if log is None else subprocess.STDOUT,
