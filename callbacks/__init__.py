@@ -6,6 +6,8 @@ if __name__ != "lit_pretrain.callbacks":
 from lit_pretrain.callbacks.clipping import GradientClipping
 from lit_pretrain.callbacks.learning_rate import LearningRateSchedule
 from lit_pretrain.callbacks.order import Order, sort_callbacks
+from lit_pretrain.callbacks.progress import PretrainProgress
+from lit_pretrain.callbacks.run_record import RunRecord
 from lit_pretrain.callbacks.schedules import (
     WarmupConstant,
     WarmupCosine,
@@ -13,11 +15,17 @@ from lit_pretrain.callbacks.schedules import (
     WarmupLinear,
     WarmupStableDecay,
 )
+from lit_pretrain.callbacks.text_sampler import TextSampler
+from lit_pretrain.callbacks.throughput import ThroughputMonitor
 
 __all__ = [
     "GradientClipping",
     "LearningRateSchedule",
     "Order",
+    "PretrainProgress",
+    "RunRecord",
+    "TextSampler",
+    "ThroughputMonitor",
     "WarmupConstant",
     "WarmupCosine",
     "WarmupInverseSqrt",

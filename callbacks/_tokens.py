@@ -1,0 +1,46 @@
+"""How many tokens a batch uses, over all data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lit_pretrain.errors import ConfigError
+from lit_pretrain.specs import TokenAccounting
+
+TokensPerBatch = int | Callable[[Any], int] | None
+
+
+def check_tokens_per_batch(setting: TokensPerBatch, *, owner: str) -> None:
+    """Refuse numbers below 1."""
+    if setting is not None and not callable(setting) and setting < 1:
+        raise ConfigError(f"{owner}.tokens_per_batch={setting} must be at least 1, or a function of the batch.")
+
+
+def tokens_in(batch: Any, trainer: Trainer, setting: TokensPerBatch) -> float | None:
+    """Tokens of one batch over all data-parallel ranks.
+
+    Args:
+        batch: This rank's batch.
+        trainer: Its data module is asked where ``setting`` is None; it knows the tokens of a whole update.
+        setting: Tokens of one rank's batch, or a function of the batch; the other data-parallel ranks are taken to
+            have as many. Ranks that share a batch (tensor, pipeline and context parallel) are not counted.
+
+    Returns:
+        None where nobody knows.
+    """
+    if setting is None:
+        datamodule = getattr(trainer, "datamodule", None)
+        if not isinstance(datamodule, TokenAccounting):
+            return None
+        return datamodule.tokens_per_update / trainer.accumulate_grad_batches
+    own = setting(batch) if callable(setting) else setting
+    return own * data_parallel_size(trainer)
+
+
+def data_parallel_size(trainer: Trainer) -> int:
+    """Ranks that read different data."""
+    sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
+    return max(1, int(sampler["num_replicas"])) if sampler else 1
