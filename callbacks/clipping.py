@@ -145,11 +145,15 @@ class GradientClipping(Callback):
         self._updates = state_dict["updates"]
         self._share = state_dict["share"]
 
+    def _reads_late(self, norm: Tensor) -> bool:
+        """Whether reading the norm now would wait for the device."""
+        return norm.is_cuda
+
     def _let_through(
         self, norm: Tensor, parameters: Sequence[nn.Parameter], trainer: Trainer, pl_module: LightningModule
     ) -> bool:
         """Whether the optimizer may use these gradients; raises where the run has to stop."""
-        if self.non_finite == "error" and norm.is_cuda:
+        if self.non_finite == "error" and self._reads_late(norm):
             self._send(trainer.global_step, norm)
             self._read_in_flight(pl_module, wait=False)
             return True
@@ -177,7 +181,7 @@ class GradientClipping(Callback):
     def _clip(self, norm: Tensor, parameters: Sequence[nn.Parameter]) -> None:
         self._updates += 1
         weight = 1.0 / min(self._updates, _SHARE_UPDATES)
-        if norm.is_cuda:
+        if self._reads_late(norm):
             # Decided on the device. A non-finite norm must not spread to healthy gradients, so it clips nothing.
             finite = torch.isfinite(norm)
             if not isinstance(self._share, Tensor):
@@ -203,7 +207,7 @@ class GradientClipping(Callback):
 
     def _send(self, step: int, norm: Tensor) -> None:
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        host = torch.empty((), dtype=norm.dtype, pin_memory=True)
+        host = torch.empty((), dtype=norm.dtype, pin_memory=norm.is_cuda)
         host.copy_(norm, non_blocking=True)
         arrived.record()
         self._in_flight.append((step, host, arrived))

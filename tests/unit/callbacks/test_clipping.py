@@ -245,3 +245,64 @@ def test_manual_optimization_and_bf16_gradients(tmp_path):
     run = trainer(tmp_path, GradientClipping(0.5), peek, max_steps=4)
     run.fit(Manual(lr=0.1).bfloat16(), loader())
     assert max(float(g.norm()) for g in peek.gradients) == pytest.approx(0.5, rel=1e-2)
+
+
+class LateEvent:
+    """A CUDA event that has not happened until somebody waits for it."""
+
+    waits = 0
+
+    def record(self):
+        pass
+
+    def query(self):
+        return False
+
+    def synchronize(self):
+        LateEvent.waits += 1
+
+
+class Late(GradientClipping):
+    """As on a device that runs behind: nothing can be read at once."""
+
+    def _reads_late(self, norm):
+        return True
+
+
+@pytest.fixture
+def late(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", LateEvent)
+    monkeypatch.setattr(LateEvent, "waits", 0)
+
+
+def test_late_reading_clips_as_reading_at_once(tmp_path, late):
+    at_once, delayed = Tiny(lr=0.1), Tiny(lr=0.1)
+    trainer(tmp_path, GradientClipping(1.9), max_steps=12).fit(at_once, loader())
+    run = trainer(tmp_path, Late(1.9), max_steps=12)
+    run.fit(delayed, loader())
+    for p, q in zip(at_once.parameters(), delayed.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
+    assert LateEvent.waits == 12, "all are read at the end, none before"
+    assert 0 < run.callback_metrics["train/clip_share"] < 1
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("gate", ["validation", "saving", "end"])
+def test_late_reading_lets_nothing_out(tmp_path, late, gate, value):
+    """A poisoned update is found before a validation, a checkpoint or a clean end, and the culprit is still known."""
+
+    class LastOnly(Tiny):
+        def on_after_backward(self):
+            if self.trainer.global_step == 1:
+                self.net[3].weight.grad[0, 2] = value
+
+        def validation_step(self, batch, batch_idx):
+            assert self.trainer.global_step < 2, "validated on poisoned weights"
+
+    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2 if gate == "saving" else 100)
+    settings = {"val_check_interval": 2 if gate == "validation" else 16, "enable_checkpointing": True}
+    run = trainer(tmp_path, Late(0.5), saver, max_steps=2 if gate == "end" else 8, **settings)
+    # One update, then the check: later batches would spread the value over all weights.
+    with pytest.raises(FloatingPointError, match=r"Update 1: the gradient of net\.3\.weight is not finite"):
+        run.fit(LastOnly(lr=0.1), loader(), loader())
+    assert not list(tmp_path.glob("*.ckpt"))
