@@ -40,29 +40,11 @@ WARM = (
     "torch._dynamo",  # an optimizer's first step imports it: about a second in every rank
 )
 
-RANK_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "NODE_RANK",
-    "ROLE_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_WORLD_SIZE",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_USE_AGENT_STORE",
-    "PL_GLOBAL_SEED",
-    "PL_SEED_WORKERS",
-    "SLURM_NTASKS",
-    "SLURM_PROCID",
-)
-
 
 def rank_environment(base: dict[str, str], *, rank: int, world_size: int, port: int) -> dict[str, str]:
     """The environment that torchrun would give this rank, on top of the test's own."""
+    from lit_pretrain.cli.ranks import RANK_VARIABLES  # by the test's sys.path, not the server's
+
     env = {key: value for key, value in base.items() if key not in RANK_VARIABLES}
     for key, value in (("RANK", rank), ("WORLD_SIZE", world_size)):
         env |= {key: str(value), f"LOCAL_{key}": str(value), f"ROLE_{key}": str(value)}
@@ -107,11 +89,11 @@ def _run(rank: int, request: dict[str, Any], listener: socket.socket) -> dict[st
 
     port = listener.getsockname()[1]
     world_size = request["world_size"]
+    sys.path[:] = request["sys_path"]
     environment = rank_environment(request["env"], rank=rank, world_size=world_size, port=port)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(request["cwd"])
-    sys.path[:] = request["sys_path"]
     random.seed()  # a fresh process would differ from its peers; a forked one would not
     np.random.seed()
     torch.set_num_threads(1)
