@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -16,9 +17,6 @@ from types import FrameType
 from typing import Any
 
 import hydra
-import yaml
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
 
 from lit_pretrain.cli import flags, hints, ranks, report
 from lit_pretrain.cli.launch import Failed, Terminated
@@ -40,6 +38,18 @@ def environment(**values: str) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+@contextmanager
+def _logging() -> Iterator[None]:
+    """Hydra sets up the root logger for its jobs; put it back."""
+    root = logging.getLogger()
+    before = root.level, root.handlers[:]
+    try:
+        yield
+    finally:
+        root.setLevel(before[0])
+        root.handlers[:] = before[1]
 
 
 @contextmanager
@@ -81,6 +91,7 @@ def run_verb(verb: str, argv: list[str]) -> int:
     wrong = flags.check(verb, argv)
     if wrong is not None:
         return _complain(wrong, code=2)
+    argv = flags.arranged(argv)
     module = importlib.import_module(f"lit_pretrain.cli.{verb}")
     job: Callable[..., Any] = module.job
     if hasattr(module, "prepare_arguments"):
@@ -98,7 +109,7 @@ def _run(verb: str, job: Callable[..., Any], argv: list[str], note: Path) -> int
     application = hydra.main(version_base="1.3", config_path="pkg://lit_pretrain.conf", config_name=verb)(job)
     try:
         # The plain name: shell completion registers itself under it.
-        with _sigterm_raises(), _arguments(["lit-pretrain", *argv]):
+        with _logging(), _sigterm_raises(), _arguments(["lit-pretrain", *argv]):
             application()
     except KeyboardInterrupt:
         return _complain("interrupted.", code=130)
@@ -117,7 +128,7 @@ def _say_why(e: BaseException | None, verb: str, argv: list[str]) -> int:
     """One report for every failure: a sentence where the user can do something, else the traceback."""
     if isinstance(e, (ConfigError, RankError)):
         return _complain(str(e))
-    if isinstance(e, (HydraException, OmegaConfBaseException, yaml.YAMLError)):
+    if e is not None and hints.knows(e):
         return _complain(hints.explain(e, verb, argv))
     if isinstance(e, OSError) and e.filename is not None:
         return _complain(f"{e.filename}: {e.strerror}; choose another folder with output_root=... or run_id=....")

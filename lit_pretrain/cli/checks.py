@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_pretrain.cli import ranks
+from lit_pretrain.corpus import ShardFolders
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.instantiate.build import build
 from lit_pretrain.instantiate.nearest import nearest
@@ -83,8 +84,16 @@ def _model(config: Mapping[str, Any]) -> None:
 
 def _corpus(config: Mapping[str, Any]) -> None:
     data = config["data"]
-    if isinstance(data, Mapping) and _light(data.get("corpus")):
-        build(data["corpus"], "data.corpus")
+    if not isinstance(data, Mapping) or not _light(data.get("corpus")):
+        return
+    corpus = build(data["corpus"], "data.corpus")
+    if not isinstance(corpus, ShardFolders):
+        return  # may be there only after prepare(), which takes a while
+    if corpus.locate().tokenizer is None and (config.get("callbacks") or {}).get("sampler") is not None:
+        raise ConfigError(
+            "callbacks.sampler writes text, but data.corpus.tokenizer is null; name the tokenizer.json of the data, or "
+            "drop the callback with ~callbacks.sampler."
+        )
 
 
 def _processes(config: Mapping[str, Any], *, multirun: bool) -> None:

@@ -22,22 +22,39 @@ WITH_VALUE = (
     "--experimental-rerun",
 )
 WITH_OPTIONAL_VALUE = ("--info", "-i")
+INFORMATION = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+CHOICES = {"--cfg": ("job", "hydra", "all"), "-c": ("job", "hydra", "all")}
 FLAGS = (*SWITCHES, *SWITCHES_OF_COMPLETION, *WITH_VALUE, *WITH_OPTIONAL_VALUE)
 """The flags of Hydra 1.3."""
 
 
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Flags with their values, and the rest."""
+    flags: list[str] = []
+    rest: list[str] = []
+    takes_next = False
+    for word in argv:
+        before = flags[-1] if flags else ""
+        if takes_next or (before in WITH_OPTIONAL_VALUE and word in INFORMATION):
+            flags.append(word)
+            takes_next = False
+        elif word.startswith("-"):
+            flags.append(word)
+            takes_next = word in WITH_VALUE
+        else:
+            rest.append(word)
+    return flags, rest
+
+
 def overrides(argv: Sequence[str]) -> list[str]:
     """The words of a command line that are neither flags nor the values of flags."""
-    found: list[str] = []
-    skip = False
-    for word in argv:
-        if skip:
-            skip = False
-        elif word.startswith("-"):
-            skip = word in WITH_VALUE
-        else:
-            found.append(word)
-    return found
+    return _split(argv)[1]
+
+
+def arranged(argv: Sequence[str]) -> list[str]:
+    """The same command line with its flags first: Hydra refuses settings on both sides of a flag."""
+    found, rest = _split(argv)
+    return [*found, *rest]
 
 
 def value_of(argv: Sequence[str], *names: str) -> str | None:
@@ -58,6 +75,12 @@ def check(verb: str, argv: Sequence[str]) -> str | None:
         if not word.startswith("-"):
             continue
         name = word.partition("=")[0]
+        if name in CHOICES:
+            value = value_of(argv, name)
+            if value not in CHOICES[name]:
+                return f"{name} {value or ''} is unknown; use {name} {', '.join(CHOICES[name])}.".replace("  ", " ")
+        elif name in WITH_VALUE and value_of(argv, name) is None:
+            return f"{name} needs a value."
         if name in known or any(len(name) > 3 and flag.startswith(name) for flag in known):
             continue
         setting = name.lstrip("-").replace("-", "_")
@@ -65,8 +88,7 @@ def check(verb: str, argv: Sequence[str]) -> str | None:
             nearest(name, known) if "=" not in word else f"settings have no dashes: {setting}={word.split('=', 1)[1]}"
         )
         return f"{name} is not a flag of lit-pretrain {verb}; {hint}"
-    optional = {argv[i + 1] for i, word in enumerate(argv[:-1]) if word in WITH_OPTIONAL_VALUE}
     for word in overrides(argv):
-        if "=" not in word and not word.startswith("~") and word not in optional:
+        if "=" not in word and not word.startswith("~"):
             return f"{word!r}: a setting is written name=value, a choice group=option, a removal ~name."
     return None

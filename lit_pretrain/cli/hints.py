@@ -9,8 +9,9 @@ from pathlib import Path
 
 import yaml
 from hydra import compose, initialize_config_module
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue
+from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from lit_pretrain.cli import flags
 from lit_pretrain.errors import ConfigError
@@ -41,6 +42,13 @@ def explain(error: BaseException, verb: str, argv: Sequence[str]) -> str:
         sentence = None
     first_line = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
     return sentence or " ".join(first_line.split())
+
+
+def knows(e: BaseException) -> bool:
+    """Whether :func:`explain` has something to say: a mistake in a configuration or on the command line."""
+    if isinstance(e, (HydraException, OmegaConfBaseException, yaml.YAMLError)):
+        return True
+    return isinstance(e, ValueError) and str(e).startswith("Config group override must be")  # a plain one, by Hydra
 
 
 def _chain(e: BaseException | None) -> Iterator[BaseException]:
@@ -81,7 +89,7 @@ def _no_such_key(key: str, verb: str, argv: Sequence[str]) -> str:
         node = OmegaConf.select(config, ".".join(found))
     known = {str(k) for k in node} if isinstance(node, DictConfig) else set()
     if not found:
-        known |= _groups()
+        known |= _groups(argv)
     where = ".".join(found) or verb
     return f"{'.'.join([*found, leaf])} is not a setting of {where}; {nearest(leaf, known)}"
 
@@ -104,15 +112,24 @@ def _value(chain: Sequence[BaseException], text: str, argv: Sequence[str]) -> st
         if isinstance(e, MissingMandatoryValue) and key:
             return f"{key} must be given: {key}=..."
         if isinstance(e, InterpolationKeyError) and key:
-            return f"{key}: {' '.join(str(e).splitlines()[0].split())}."
+            wanted = re.search(r"key '([^']+)' not found", str(e))
+            return f"{key} follows from {wanted.group(1) if wanted else 'another setting'}, which is not there."
     if "mismatched input '='" in text:
         bad = next((a for a in flags.overrides(argv) if a.count("=") > 1), "")
         key, _, value = bad.partition("=")
         return f"{bad}: a value with '=' in it needs quotes inside quotes: '{key}=\"{value}\"'."
-    m = re.search(r"[Ee]rror (?:when )?parsing.*override '?([^\n']+)'?", text)
+    m = re.search(r"node `([\w.]+)` is not a container", text)
     if m:
+        return f"{m.group(1)} is a group of settings, not one value; set {m.group(1)}.NAME=..., one by one."
+    m = re.search(r"Config group override must be a string or a list", text)
+    if m:
+        groups = _groups(argv)
+        bad = next((a for a in argv if a.partition("=")[0] in groups and a.partition("=")[2] in ("null", "")), "")
+        return f"{bad}: a group needs an option; name one, or remove the setting with ~{bad.partition('=')[0]}."
+    broken = next((e for e in chain if isinstance(e, OverrideParseException)), None)
+    if broken is not None:
         return (
-            f"{m.group(1).strip()}: the value cannot be read; lists are [a,b], mappings {{a: 1}}, and text with "
+            f"{broken.override}: the value cannot be read; lists are [a,b], mappings {{a: 1}}, and text with "
             f"commas, brackets or '=' needs quotes inside quotes, as in 'name=\"a, b\"'."
         )
     m = re.search(r"Ambiguous value for argument '([^']+)'", text)
@@ -123,7 +140,7 @@ def _value(chain: Sequence[BaseException], text: str, argv: Sequence[str]) -> st
 
 def _composed(verb: str, argv: Sequence[str]) -> DictConfig:
     """The verb's configuration with those group choices of ``argv`` that compose, to look names up in."""
-    groups = _groups()
+    groups = _groups(argv)
     chosen = [a for a in flags.overrides(argv) if a.partition("=")[0] in groups and "," not in a]
     extra = flags.value_of(argv, "--config-dir", "-cd")
     if extra is not None:
@@ -135,5 +152,8 @@ def _composed(verb: str, argv: Sequence[str]) -> DictConfig:
             return compose(verb, return_hydra_config=True)
 
 
-def _groups() -> set[str]:
-    return {p.name for p in files(CONFIGS).iterdir() if p.is_dir() and not p.name.startswith("_")}
+def _groups(argv: Sequence[str]) -> set[str]:
+    """Names of configuration groups: ours, and those in the user's folder."""
+    extra = flags.value_of(argv, "--config-dir", "-cd")
+    places = [files(CONFIGS), *([Path(extra)] if extra is not None and Path(extra).is_dir() else [])]
+    return {p.name for place in places for p in place.iterdir() if p.is_dir() and not p.name.startswith("_")}

@@ -52,7 +52,8 @@ def job(config: DictConfig) -> float | None:
         return float(result["metrics"][metric])
     except Exception as e:
         if ranks.is_rank_zero():
-            report.write(run_dir, list(hydra_config.overrides.task), e)
+            words = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)  # ${...} stays a word
+            report.write(run_dir, [str(word) for word in words or ()], e)
         if multirun:
             raise
         raise launch.Failed from e

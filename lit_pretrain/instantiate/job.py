@@ -37,6 +37,8 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     start = time.monotonic()
     seed_everything(config["seed"], workers=True, verbose=False)
+    run_dir = Path(config["run"]["dir"])
+    run_dir.mkdir(parents=True, exist_ok=True)
     run = build_run(config)
     fit(run)
     trainer = run.trainer
@@ -50,7 +52,6 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
         "checkpoint": str(saved[-1]) if saved else None,
     }
     if trainer.is_global_zero:
-        run_dir = Path(config["run"]["dir"])
         _keep_tokenizer(run, run_dir)
         _write(result, run_dir / RESULT)
         print(summary(config, result), flush=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 
+ALIKE = 0.12
+"""Two names whose likenesses (0 to 1) differ by less are both offered."""
 LISTED = 12
 """Names shown when none is near: more do not fit a terminal's line or two."""
 
@@ -19,9 +21,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """
     names = sorted(set(known))
     lower = {n.lower(): n for n in names}
-    hits = get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
+    hits = get_close_matches(name.lower(), lower, n=2, cutoff=0.5)
     if hits:
-        return f"did you mean {lower[hits[0]]!r}?"
+        best, *rest = (SequenceMatcher(None, name.lower(), hit).ratio() for hit in hits)
+        close = hits if rest and best - rest[0] < ALIKE else hits[:1]
+        return f"did you mean {' or '.join(repr(lower[hit]) for hit in close)}?"
     if not names:
         return "nothing is known there."
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""

@@ -1,0 +1,276 @@
+"""Command lines and what they print, in this process: none of them starts a run, none shows a traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lit_pretrain.cli import EXAMPLES, VERBS, main
+
+CONF = Path(__file__).parent / "cli_toy" / "conf"
+TRAIN = ["train", "--config-dir", str(CONF), "model=tiny"]
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(list(words))
+    out, err = capfd.readouterr()
+    return code, out, err
+
+
+WRONG_WORDS = {
+    ("trian",): "'trian' is not a verb; did you mean 'train'?",
+    ("evaluate-model",): "'evaluate-model' is not a verb; known: generate, train.",
+    ("model=gpt",): "a verb must come first (train, generate); did you mean: lit-pretrain train model=gpt",
+    ("-m", "seed=1,2"): "did you mean: lit-pretrain train -m seed=1,2",
+    ("train", "--lr=1"): "--lr is not a flag of lit-pretrain train; settings have no dashes: lr=1",
+    ("train", "--multi-run"): "--multi-run is not a flag of lit-pretrain train; did you mean '--multirun'?",
+    ("train", "fast"): "'fast': a setting is written name=value, a choice group=option, a removal ~name.",
+    ("train", "--cfg", "jobs"): "--cfg jobs is unknown; use --cfg job, hydra, all.",
+    ("train", "--cfg"): "--cfg is unknown; use --cfg job, hydra, all.",
+    ("train", "--config-dir"): "--config-dir needs a value.",
+    ("generate", "--prompt=hi"): "--prompt is not a flag of lit-pretrain generate; settings have no dashes: prompt=hi",
+}
+
+
+@pytest.mark.parametrize(("words", "sentence"), WRONG_WORDS.items(), ids=" ".join)
+def test_wrong_words(capfd: pytest.CaptureFixture[str], words: tuple[str, ...], sentence: str) -> None:
+    code, out, err = run(capfd, *words)
+    assert (code, out) == (2, "")
+    assert err.startswith("lit-pretrain: ")
+    assert sentence in err
+    assert err.count("\n") == 1
+
+
+WRONG_SETTINGS = {
+    # names
+    "modle=x": "modle is not a setting of train; did you mean 'module' or 'model'?",
+    "model=tinny": "model=tinny does not exist; did you mean 'tiny'?",
+    "optimizer.lrr=1": "optimizer.lrr is not a setting of optimizer; did you mean 'lr'?",
+    "optimiser.lr=1": "optimiser is not a setting of train; did you mean 'optimizer'?",
+    "optimizer=adam": "optimizer=adam does not exist; did you mean 'adamw'?",
+    "schedule=cosine": "schedule=cosine does not exist; did you mean 'warmup_cosine'?",
+    "precision=fp16": "precision=fp16 does not exist; did you mean",
+    "experiment=demos": "experiment=demos does not exist; did you mean 'demo'?",
+    "callbacks.cliping.max_norm=1": "callbacks.cliping is not a setting of callbacks; did you mean 'clipping'?",
+    "~callbacks.cliping": "callbacks.cliping is not a setting of callbacks; did you mean 'clipping'?",
+    "hydra.swep.dir=x": "hydra.swep is not a setting of hydra; did you mean 'sweep'?",
+    "trainer.max_step=3": "trainer.max_step is not a setting of trainer; did you mean 'max_steps'",
+    "+foo=1": "foo is not a setting of train; known: ",
+    "+optimizer.lr=1": "optimizer.lr exists already; write optimizer.lr=... without the +.",
+    "~length": "trainer.max_steps follows from length.steps, which is not there.",
+    # values
+    "length.steps=null": "no length of training is given; set one of length.steps, length.tokens and length.epochs.",
+    "length.tokens=5000": "length.steps=4 and length.tokens=5000 disagree: 5000 tokens are 10 steps of 512 tokens",
+    "length.epochs=1": "length.epochs=1 and length.steps=4 are both given; set one of them to null.",
+    "length.steps=abc": "length.steps='abc' must be a whole number of at least 1.",
+    "batch.global_batch_size=9": "batch.global_batch_size=9 must be a multiple of batch.micro_batch_size=8 x",
+    "batch.micro_batch_size=0": "batch.micro_batch_size=0 must be a whole number of at least 1.",
+    "batch.sequence_length=64": "batch.sequence_length=64 must be at most model.block_size=16;",
+    "validation.every_steps=0": "validation.every_steps=0 must be a whole number of at least 1.",
+    "seed=???": "seed must be given: seed=...",
+    "seed=-1": "seed=-1 must be a whole number from 0 to 4294967295.",
+    "data=shards": "data.corpus.sources must be given: data.corpus.sources=...",
+    "data.corpus.domains=[cod]": "corpus.domains holds 'cod', which is unknown; use code or english.",
+    "data.corpus.vocab_size=10": "corpus.vocab_size=10 must be a whole number of at least 257.",
+    "trainer.devices=zero": "trainer.devices='zero' must be a whole number of at least 1, a list of device indices",
+    "trainer.num_nodes=2": "trainer.num_nodes=2 needs a launcher on every node",
+    "model.n_head=3": "model.n_head=3 must divide model.n_embd=16;",
+    "model.vocab_size=big": "model.vocab_size='big' must be a whole number.",
+    "+model.layers=3": "model.layers is not a setting of lit_pretrain.specs.GPTConfig; did you mean 'n_layer'?",
+    # grammar
+    "optimizer.lr=1,2": "optimizer.lr=1,2: several values make a sweep, which needs -m;",
+    "run_id=a=b": "run_id=a=b: a value with '=' in it needs quotes inside quotes: 'run_id=\"a=b\"'.",
+    "data.corpus.domains=[code,": "data.corpus.domains=[code,: the value cannot be read; lists are [a,b]",
+    "model=null": "model=null: a group needs an option; name one",
+    "batch=3": "batch is a group of settings, not one value; set batch.NAME=...",
+    "model.n_head=${nope}": "model.n_head follows from nope, which is not there.",
+    "output_root=/proc/nowhere": "/proc/nowhere",
+}
+
+
+@pytest.mark.parametrize(("word", "sentence"), WRONG_SETTINGS.items(), ids=list(WRONG_SETTINGS))
+def test_wrong_settings(capfd: pytest.CaptureFixture[str], word: str, sentence: str) -> None:
+    code, out, err = run(capfd, *TRAIN, "length.steps=4", word)
+    assert (code, out) == (1, "")
+    assert err.startswith("lit-pretrain: ")
+    assert sentence in err
+    assert err.count("\n") == 1
+
+
+WRONG_COMBINATIONS = {
+    ("strategy=single", "trainer.devices=2"): "strategy=single trains on one device, but trainer.devices=2",
+    ("run.inline=true", "trainer.devices=2"): "run.inline=true is for one job of one process",
+    ("data=shards", "data.corpus.sources={a: nowhere}"): "nowhere",
+    ("run_id=a", "run_id=b", "model=toy", "+x=1"): "model is chosen twice",
+}
+
+
+@pytest.mark.parametrize(("words", "sentence"), list(WRONG_COMBINATIONS.items())[:3])
+def test_wrong_combinations(capfd: pytest.CaptureFixture[str], words: tuple[str, ...], sentence: str) -> None:
+    code, out, err = run(capfd, *TRAIN, "length.steps=4", *words)
+    assert (code, out) == (1, "")
+    assert sentence in err
+    assert err.count("\n") == 1
+
+
+def test_a_file_in_the_way_of_the_run_folder(capfd: pytest.CaptureFixture[str], workplace: Path) -> None:
+    (workplace / "outputs").write_text("")
+    code, _, err = run(capfd, *TRAIN, "length.steps=4")
+    assert code == 1
+    assert "outputs" in err
+    assert "choose another" in err
+    assert "Traceback" not in err
+
+
+def test_broken_yaml_names_its_line(capfd: pytest.CaptureFixture[str], workplace: Path) -> None:
+    folder = workplace / "mine" / "experiment"
+    folder.mkdir(parents=True)
+    (folder / "x.yaml").write_text("a: 1\nb: [1\nc: 2\n")
+    code, _, err = run(capfd, "train", "--config-dir", "mine", "experiment=x")
+    assert code == 1
+    assert "x.yaml, line 3: not valid YAML" in err
+    assert "Traceback" not in err
+
+
+def test_what_a_users_file_merges_in_is_checked_too(capfd: pytest.CaptureFixture[str], workplace: Path) -> None:
+    folder = workplace / "mine" / "experiment"
+    folder.mkdir(parents=True)
+    (folder / "x.yaml").write_text("# @package _global_\noptimiser: {lr: 1}\nlength: {steps: 1}\n")
+    code, _, err = run(
+        capfd,
+        "train",
+        "--config-dir",
+        "mine",
+        "experiment=x",
+        "hydra.searchpath=[file://" + str(CONF) + "]",
+        "model=tiny",
+    )
+    assert code == 1
+    assert "optimiser is not a setting of train; did you mean 'optimizer'?" in err
+
+
+def test_every_failed_job_of_a_sweep_is_printed(capfd: pytest.CaptureFixture[str], workplace: Path) -> None:
+    code, _, err = run(capfd, *TRAIN, "-m", "run_id=s", "length.steps=4", "run.inline=true", "seed=1,2")
+    assert code == 1
+    assert err.count("run.inline=true is for one job of one process") == 2
+    assert "2 of 2 jobs failed: 0, 1" in err
+    assert "Traceback" not in err
+    assert sorted(p.name for p in (workplace / "outputs" / "s").iterdir() if p.is_dir()) == ["0", "1"]
+
+
+WRONG_RUNS = {
+    (): "run must be given: run=...",
+    ("run=nowhere",): "run=nowhere does not exist; name the folder of a run",
+    ("run=.",): "run=. is not a run folder (no resolved.yaml); did you mean run=saved?",
+    ("run=inside",): "inside/checkpoints holds no checkpoint; the run saved none",
+    (
+        "run=inside",
+        "checkpoint=x.ckpt",
+    ): "checkpoint=x.ckpt is neither newest nor a file; in inside/checkpoints there is: none.",
+    ("run=saved",): "there is no tokenizer at saved/tokenizer.json; name a tokenizer.json with tokenizer=FILE.",
+    ("run=saved", "tokenizer=saved/resolved.yaml"): "saved/resolved.yaml is not a tokenizer.json",
+    ("run=damaged",): "damaged/resolved.yaml is damaged",
+    ("run=other",): "other/resolved.yaml is not the configuration of a training run",
+    ("run=inside", "promt=x"): "promt is not a setting of generate; did you mean 'prompt'?",
+}
+
+
+@pytest.mark.parametrize(("words", "sentence"), WRONG_RUNS.items())
+def test_generate_without_a_whole_run(
+    capfd: pytest.CaptureFixture[str], workplace: Path, words: tuple[str, ...], sentence: str
+) -> None:
+    for name, text in {"inside": "module: {}", "saved": "module: {}", "damaged": "a: [", "other": "a: 1"}.items():
+        (workplace / name / "checkpoints").mkdir(parents=True)
+        (workplace / name / "resolved.yaml").write_text(text)
+    (workplace / "saved" / "checkpoints" / "last.ckpt").touch()
+    code, out, err = run(capfd, "generate", *words)
+    assert (code, out) == (1, "")
+    assert sentence in err
+    assert err.count("\n") == 1
+
+
+# What works
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
+def test_usage_explains_the_verbs(capfd: pytest.CaptureFixture[str], words: list[str]) -> None:
+    code, out, _ = run(capfd, *words)
+    assert code == 0
+    assert all(verb in out and text in out for verb, text in VERBS.items())
+    assert EXAMPLES in out
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verbs_help_and_configuration(capfd: pytest.CaptureFixture[str], verb: str) -> None:
+    code, out, err = run(capfd, verb, *TRAIN[1:] if verb == "train" else [], "--help")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"lit-pretrain {verb}")
+    assert "seed:" in out
+    code, out, err = run(capfd, verb, *TRAIN[1:] if verb == "train" else [], "--cfg", "job")
+    assert (code, err) == (0, "")
+    assert "seed:" in out
+
+
+def test_info(workplace: Path) -> None:
+    words = [sys.executable, "-m", "lit_pretrain.cli", *TRAIN, "--info", "defaults", "seed=1"]
+    out = subprocess.run(words, check=True, capture_output=True, text=True, cwd=workplace).stdout
+    assert "optimizer/adamw" in out
+
+
+def test_a_users_folder_extends_ours(capfd: pytest.CaptureFixture[str], workplace: Path) -> None:
+    folder = workplace / "mine" / "experiment"
+    folder.mkdir(parents=True)
+    (folder / "x.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /optimizer: adamw\noptimizer: {lr: 0.5}\n"
+    )
+    code, out, _ = run(
+        capfd, "train", "--config-dir", "mine", f"hydra.searchpath=[file://{CONF}]", "model=tiny", "experiment=x",
+        "length.steps=1", "--cfg", "job", "--resolve",
+    )  # fmt: skip
+    assert code == 0
+    assert "lr: 0.5" in out
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("lit-pretrain ", "train generate"),
+        ("lit-pretrain ge", "generate"),
+        ("lit-pretrain train optimi", "optimizer=\toptimizer."),
+        ("lit-pretrain train schedule=warm", "schedule=warmup_cosine"),
+        ("lit-pretrain train optimizer.weight", "optimizer.weight_decay="),
+        ("lit-pretrain generate tempe", "temperature="),
+    ],
+)
+def test_completion(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str, expected: str
+) -> None:
+    monkeypatch.setenv("COMP_LINE", line)
+    monkeypatch.setenv("COMP_POINT", str(len(line)))
+    code, out, _ = run(capfd, "-sc", "query=bash")
+    assert code == 0
+    assert out.split() == expected.split()
+
+
+def test_nothing_heavy_is_loaded_and_nothing_left_behind(workplace: Path) -> None:
+    code = (
+        "import os, sys\n"
+        "from lit_pretrain.cli import main\n"
+        "before = dict(os.environ), list(sys.argv)\n"
+        f"assert main({[*TRAIN, 'length.steps=1', 'seed=-1']!r}) == 1\n"
+        "assert main(['generate', 'run=nowhere']) == 1\n"
+        "assert (dict(os.environ), sys.argv) == before\n"
+        "loaded = {'torch', 'lightning', 'torchmetrics', 'transformers'} & set(sys.modules)\n"
+        "assert not loaded, loaded\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=workplace, env={**os.environ})
