@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import sys
@@ -25,15 +26,16 @@ LITTER = ("lightning_logs", "checkpoints")
 def no_leaks(root: Path) -> Iterator[None]:
     """Put global state back after the body, and complain about what nobody may leave.
 
-    Complains about environment variables, the working directory, an initialised process group, torch's default dtype,
-    and Lightning's default folders in ``root``. Puts back in silence: random states and torch's deterministic flags.
-    Loads no torch itself.
+    Complains about environment variables, the working directory, disabled loggers, an initialised process group,
+    torch's default dtype, and Lightning's default folders in ``root``. Puts back in silence: random states and torch's
+    deterministic flags. Loads no torch itself.
 
     Raises:
         AssertionError: naming everything that was left.
     """
     env, cwd = dict(os.environ), Path.cwd()
     litter = {name for name in LITTER if (root / name).exists()}
+    silent = _disabled_loggers()
     states = _random_states()
     torch = sys.modules.get("torch")
     dtype = torch.get_default_dtype() if torch else None
@@ -43,6 +45,11 @@ def no_leaks(root: Path) -> Iterator[None]:
     if Path.cwd() != cwd:
         found.append(f"working directory {Path.cwd()}")
         os.chdir(cwd)
+    silenced = sorted(_disabled_loggers() - silent)
+    if silenced:
+        found.append(f"disabled loggers {', '.join(silenced)}")
+    for name in silenced:
+        logging.getLogger(name).disabled = False
     torch = sys.modules.get("torch")
     if torch is not None:
         found += _torch_changes(torch, dtype)
@@ -50,6 +57,11 @@ def no_leaks(root: Path) -> Iterator[None]:
     _restore_random_states(states)
     found += [f"folder {name} in the repository" for name in LITTER if (root / name).exists() and name not in litter]
     assert not found, f"The test left behind: {'; '.join(found)}."
+
+
+def _disabled_loggers() -> set[str]:
+    loggers = logging.root.manager.loggerDict.items()
+    return {name for name, logger in loggers if isinstance(logger, logging.Logger) and logger.disabled}
 
 
 def _environment_changes(before: dict[str, str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from pathlib import Path
@@ -65,6 +66,13 @@ def test_folders_and_working_directory(tmp_path):
     with pytest.raises(AssertionError, match=r"working directory.*lightning_logs"), no_leaks(tmp_path):
         leak()
     assert Path.cwd() == before
+
+
+def test_disabled_loggers_are_named_and_enabled(tmp_path):
+    logger = logging.getLogger("lit_pretrain.tests.leaks")
+    with pytest.raises(AssertionError, match=r"disabled loggers lit_pretrain\.tests\.leaks"), no_leaks(tmp_path):
+        logger.disabled = True
+    assert not logger.disabled
 
 
 def test_random_states_are_put_back(tmp_path):
