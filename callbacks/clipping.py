@@ -112,10 +112,10 @@ class GradientClipping(Callback):
             norm = global_norm([p.grad for p in parameters])
         judged = scaler is None and self.non_finite != "ignore"
         if judged and not self._let_through(norm, parameters, trainer, pl_module):
-            self._log(trainer, pl_module, norm=None)
+            self._log(trainer, norm=None)
             return
         self._clip(norm, parameters)
-        self._log(trainer, pl_module, norm=norm)
+        self._log(trainer, norm=norm)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """No validation on weights that a non-finite gradient reached."""
@@ -194,7 +194,7 @@ class GradientClipping(Callback):
         if clipped:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
 
-    def _log(self, trainer: Trainer, pl_module: LightningModule, *, norm: Tensor | None) -> None:
+    def _log(self, trainer: Trainer, *, norm: Tensor | None) -> None:
         if not _compat.should_log(trainer):
             return
         metrics: dict[str, float] = {"train/clip_share": float(self._share)}
@@ -203,7 +203,7 @@ class GradientClipping(Callback):
         if norm is not None and torch.isfinite(norm).item():  # the loggers read the loss here too
             value = norm.item()
             metrics |= {"train/grad_norm": value, "train/grad_norm_clipped": min(value, self.max_norm)}
-        pl_module.log_dict(metrics)
+        _compat.log(trainer, metrics)
 
     def _send(self, step: int, norm: Tensor) -> None:
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -211,7 +211,7 @@ class LearningRateSchedule(Callback):
             self._add(trainer.global_step - self._updates)
         rates = self._rates.write(trainer.optimizers[0].param_groups, self.factor())
         if _compat.should_log(trainer):
-            pl_module.log_dict(self._rates.metrics(rates))
+            _compat.log(trainer, self._rates.metrics(rates))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop counting."""

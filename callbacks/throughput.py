@@ -106,7 +106,7 @@ class ThroughputMonitor(Callback):
         self._meter.batch_end(tokens=tokens or 0.0, completes_update=completes)
         self.tokens += tokens or 0.0
         if completes and _compat.should_log(trainer):
-            pl_module.log_dict(self._figures(trainer, knows_tokens=tokens is not None))
+            _compat.log(trainer, self._figures(trainer, knows_tokens=tokens is not None))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Validation is not training."""
