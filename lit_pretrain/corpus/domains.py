@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import gc
 import hashlib
 import inspect
 import os
+import re
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,9 @@ _NOT_PROSE = frozenset({"__pycache__", "test", "tests", "testing", "lit_pretrain
 _LARGEST_FILE = 400_000  # bytes; larger ones are generated tables
 _FEWEST_WORDS = 20
 _LEAST_PROSE = 0.6
+# Parsing costs most of the time: files with little documentation are not worth it.
+_LEAST_QUOTED = 0.25
+_TRIPLE_QUOTED = re.compile(r'"""(.*?)"""', re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -65,10 +71,10 @@ def read_code(file: SourceFile) -> list[str]:
 def read_prose(file: SourceFile) -> list[str]:
     """The file's docstrings that read like English, one document each; the file is parsed, never imported."""
     text = _read(file)
-    if text is None or '"""' not in text:
+    if text is None or sum(map(len, _TRIPLE_QUOTED.findall(text))) < _LEAST_QUOTED * len(text):
         return []
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _without_garbage_collection():
             warnings.simplefilter("ignore")  # other people's invalid escapes
             tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -109,6 +115,18 @@ def is_prose(text: str) -> bool:
         return False
     plain = sum(word.strip(".,;:!?()'\"`*").replace("-", "").isalpha() for word in words)
     return plain >= _LEAST_PROSE * len(words)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """A syntax tree is many objects without cycles: searching them for cycles takes as long as parsing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _docstrings(body: list[ast.stmt]) -> Iterator[str]:

@@ -194,10 +194,7 @@ class TokenDataModule(pl.LightningDataModule):
     def val_dataloader(self) -> PlanLoader | list[PlanLoader]:
         """Held-out windows, each once over all ranks; an empty list when nothing is held out."""
         opened = self._open()
-        limit = self.max_validation_tokens
-        source, window = validation_rows(
-            opened.validation, max_windows=None if limit is None else max(1, limit // self.sequence_length)
-        )
+        source, window = self.validation_rows()
         if not source.size:
             return []
         rank, world_size = self._replica()
@@ -228,6 +225,23 @@ class TokenDataModule(pl.LightningDataModule):
         self._restored = restored
 
     # Reading
+
+    @property
+    def train_windows(self) -> dict[str, Windows]:
+        """Training windows per source."""
+        return self._open().train
+
+    @property
+    def validation_windows(self) -> list[Windows | None]:
+        """Held-out windows per source, in the order of ``source_names``; None for a source without."""
+        return self._open().validation
+
+    def validation_rows(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Source and window of every row that validation reads over all ranks, (N,) and (N,)."""
+        limit = self.max_validation_tokens
+        return validation_rows(
+            self._open().validation, max_windows=None if limit is None else max(1, limit // self.sequence_length)
+        )
 
     def read_train(self, position: int) -> Batch:
         """This rank's microbatch at an absolute position, counted over all epochs. Pure: position in, batch out."""
