@@ -133,30 +133,38 @@ def _sums_and_gradients(
     hidden_z = torch.empty_like(hidden_NC) if need_hidden and use_z else None
     weight_nll = torch.zeros_like(weight_VC, dtype=wide) if need_weight else None
     weight_z = torch.zeros_like(weight_VC, dtype=wide) if need_weight and use_z else None
+    # One buffer for all chunks, changed in place: on a CPU, touching fresh memory costs a quarter of the whole loss.
+    buffer_nV = torch.empty(min(chunk_size, hidden.shape[0]), vocab_size, dtype=dtype, device=hidden.device)
 
     for start in range(0, hidden.shape[0], chunk_size):
         rows = slice(start, start + chunk_size)
         h_nC, targets_n = hidden[rows], targets_N[rows]
         valid_n = targets_n != IGNORE_INDEX
         target_n1 = torch.where(valid_n, targets_n, 0)[:, None]
-        logits_nV = torch.mm(h_nC, weight.t())
-        log_p_nV = torch.log_softmax(logits_nV, dim=-1, dtype=wide)
-        target_log_p_n = log_p_nV.gather(1, target_n1)[:, 0]
-        nll_sum += torch.where(valid_n, -target_log_p_n, 0.0).sum()
-        log_z_n = logits_nV.gather(1, target_n1)[:, 0].to(wide) - target_log_p_n
+        narrow_nV = torch.mm(h_nC, weight.t(), out=buffer_nV[: h_nC.shape[0]])
+        logits_nV = narrow_nV.to(wide)
+        # Log Z as the greatest logit plus the log of a sum in which that logit counts 1: no overflow.
+        target_logit_n1 = logits_nV.gather(1, target_n1)
+        greatest_n1 = logits_nV.amax(dim=1, keepdim=True)
+        exp_nV = logits_nV.sub_(greatest_n1).exp_()
+        sum_n1 = exp_nV.sum(dim=1, keepdim=True)
+        log_sum_n1 = sum_n1.log()
+        nll_n1 = (greatest_n1 - target_logit_n1) + log_sum_n1
+        nll_sum += torch.where(valid_n, nll_n1[:, 0], 0.0).sum()
+        log_z_n1 = greatest_n1 + log_sum_n1
         if use_z:
-            z_sum += z_loss * torch.where(valid_n, log_z_n.square(), 0.0).sum()
-        del logits_nV
+            z_sum += z_loss * torch.where(valid_n, log_z_n1[:, 0].square(), 0.0).sum()
         if not (need_hidden or need_weight):
             continue
 
         # d nll / d logits = p - onehot. Rows without a target drop out through valid_n, on the narrow side of the
         # products, where it costs C instead of V.
         valid_n1 = valid_n[:, None].to(dtype)
-        grad_nV = log_p_nV.exp_()
+        grad_nV = exp_nV.mul_(sum_n1.reciprocal())
         grad_nV.scatter_add_(1, target_n1, grad_nV.new_full((), -1.0).expand_as(target_n1))
-        grad_nV = grad_nV.to(dtype)
-        z_scale_n1 = (2.0 * z_loss * log_z_n)[:, None].to(dtype) * valid_n1 if use_z else None
+        if dtype != wide:
+            grad_nV = narrow_nV.copy_(grad_nV)
+        z_scale_n1 = (2.0 * z_loss * log_z_n1).to(dtype) * valid_n1 if use_z else None
         if hidden_nll is not None:
             product_nC = torch.mm(grad_nV, weight)
             hidden_nll[rows] = product_nC * valid_n1
@@ -169,8 +177,8 @@ def _sums_and_gradients(
                 scaled_nC = h_nC * z_scale_n1
                 _add_product(weight_z[:vocab_size], grad_nV.t(), scaled_nC)
                 weight_z.index_add_(0, target_n1[:, 0], scaled_nC.to(wide))
-    narrow = [None if g is None else g.to(weight_VC.dtype) for g in (weight_nll, weight_z)]
-    return (nll_sum, z_sum), (hidden_nll, narrow[0], hidden_z, narrow[1])
+    weight_nll, weight_z = (None if g is None else g.to(weight_VC.dtype) for g in (weight_nll, weight_z))
+    return (nll_sum, z_sum), (hidden_nll, weight_nll, hidden_z, weight_z)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
