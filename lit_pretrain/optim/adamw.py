@@ -11,6 +11,9 @@ from torch import nn
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.optim.groups import parameter_groups
 
+# Device types with a fused kernel in torch 2.13. torch itself looks only at the first step, after a run has started.
+FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
+
 
 def adamw(
     model: nn.Module,
@@ -51,20 +54,21 @@ def adamw(
     if not groups:
         raise ConfigError("The optimizer got a model without trainable parameters; unfreeze some.")
 
-    def build(*, fused: bool) -> torch.optim.AdamW:
-        return torch.optim.AdamW(
-            groups, lr=lr, betas=(float(betas[0]), float(betas[1])), eps=eps, fused=True if fused else None
-        )
-
-    if fused is False:
-        return build(fused=False)
-    try:
-        return build(fused=True)
-    except RuntimeError as error:  # torch says here, and nowhere public, which devices have a fused kernel
-        if fused is None:
-            return build(fused=False)
-        devices = sorted({p.device.type for group in groups for p in group["params"]})
+    possible = all(
+        parameter.device.type in FUSED_DEVICES and parameter.is_floating_point()
+        for group in groups
+        for parameter in group["params"]
+    )
+    if fused and not possible:
+        kinds = sorted({f"{p.dtype} on {p.device.type}" for group in groups for p in group["params"]})
         raise ConfigError(
-            f"optimizer.fused=true, but torch has no fused AdamW for parameters on {', '.join(devices)}; "
+            f"optimizer.fused=true, but torch has no fused AdamW for parameters that are {', '.join(kinds)}; "
             f"use optimizer.fused=null."
-        ) from error
+        )
+    return torch.optim.AdamW(
+        groups,
+        lr=lr,
+        betas=(float(betas[0]), float(betas[1])),
+        eps=eps,
+        fused=possible if fused is None else fused,
+    )

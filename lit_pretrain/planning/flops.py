@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.planning.parameters import matrix_parameters
 from lit_pretrain.specs import GPTConfig
 
 # Dense 16-bit matrix FLOP/s (bf16; fp16 where the device has no bf16), without sparsity, by a part of the name that
-# the driver reports. Figures are those of the makers' data sheets; a first match counts, so longer names come first.
+# the driver reports, as whole words; the longest match counts. Figures are those of the makers' data sheets.
 PEAK_FLOPS: dict[str, float] = {
     "GB200": 2500e12,  # NVIDIA GB200 data sheet, one GPU of the two: 5 PFLOP/s with sparsity, halved
     "B200": 2250e12,  # NVIDIA HGX B200 data sheet: 4.5 PFLOP/s with sparsity, halved
@@ -44,9 +46,12 @@ def peak_flops(device_name: str) -> float | None:
     Args:
         device_name: As the driver gives it, such as ``NVIDIA A100-SXM4-80GB``.
     """
-    name = device_name.lower()
-    matches = [(len(part), peak) for part, peak in PEAK_FLOPS.items() if part.lower() in name]
-    # The longest part wins: "H100 PCIe" over "H100", "A10G" over "A10".
+    matches = [
+        (len(part), peak)
+        for part, peak in PEAK_FLOPS.items()
+        if re.search(rf"(?<![a-z0-9]){part}(?![a-z0-9])", device_name, re.IGNORECASE)
+    ]
+    # The longest part wins: "H100 PCIe" over "H100".
     return max(matches)[1] if matches else None
 
 
