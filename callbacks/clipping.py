@@ -88,8 +88,6 @@ class GradientClipping(Callback):
                 f"callbacks.GradientClipping(max_norm={self.max_norm}) and trainer.gradient_clip_val="
                 f"{trainer.gradient_clip_val} would both clip; remove one of them."
             )
-        if sum(isinstance(c, GradientClipping) for c in trainer.callbacks) > 1:  # type: ignore[attr-defined]
-            raise ConfigError("callbacks hold more than one GradientClipping; keep one.")
         strategy = trainer.strategy
         names = {c.__name__ for c in type(strategy).__mro__}
         if not isinstance(strategy, GradientNorm) and names & set(_SHARDING_STRATEGIES):
