@@ -3,6 +3,7 @@
 if __name__ != "lit_pretrain.callbacks":
     raise ImportError("callbacks/ is part of lit-pretrain: import it as lit_pretrain.callbacks.")
 
+from lit_pretrain.callbacks.baseline_report import BaselineReport
 from lit_pretrain.callbacks.clipping import GradientClipping
 from lit_pretrain.callbacks.learning_rate import LearningRateSchedule
 from lit_pretrain.callbacks.order import Order, sort_callbacks
@@ -19,6 +20,7 @@ from lit_pretrain.callbacks.text_sampler import TextSampler
 from lit_pretrain.callbacks.throughput import ThroughputMonitor
 
 __all__ = [
+    "BaselineReport",
     "GradientClipping",
     "LearningRateSchedule",
     "Order",

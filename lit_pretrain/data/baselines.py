@@ -20,11 +20,13 @@ class NgramBaselines:
     Args:
         unigram: Over all sources.
         bigram: Over all sources: the better of one model for all and one model per source.
+        unigram_of: Source name to its part of ``unigram``.
         bigram_of: Source name to its part of ``bigram``.
     """
 
     unigram: CrossEntropy
     bigram: CrossEntropy
+    unigram_of: dict[str, CrossEntropy]
     bigram_of: dict[str, CrossEntropy]
 
 
@@ -63,7 +65,12 @@ def ngram_baselines(datamodule: TokenDataModule) -> NgramBaselines:
         ]
     totals = [_total([score[kind] for score in scores.values()]) for kind in range(3)]
     best = 1 if totals[1].nats <= totals[2].nats else 2
-    return NgramBaselines(totals[0], totals[best], {name: score[best] for name, score in scores.items()})
+    return NgramBaselines(
+        totals[0],
+        totals[best],
+        {name: score[0] for name, score in scores.items()},
+        {name: score[best] for name, score in scores.items()},
+    )
 
 
 def _total(scores: list[CrossEntropy]) -> CrossEntropy:
