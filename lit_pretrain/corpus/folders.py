@@ -64,6 +64,7 @@ class ShardFolders:
             train=self.sources,
             validation=self.validation,
             tokenizer=self.tokenizer,
+            eos_token=self.eos_token,
             vocab_size=self.vocab_size,
             eos_id=self.eos_id,
             dtype=self.dtype,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -141,16 +142,18 @@ class MixtureCounts:
         self._carries = [
             (half, np.zeros(len(names), np.int64))
         ]  # rounding errors and rows so far, at each block's start
+        self._lock = threading.Lock()
         self._cached: tuple[int, NDArray[np.int64]] | None = None
 
     def rows(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Rows each source gave before ``step`` and gives in it, (K,) and (K,)."""
         number, within = divmod(step, self._block)
-        if self._cached is None or self._cached[0] != number:
-            for earlier in range(len(self._carries) - 1, number):
-                self._compute(earlier)
-            self._cached = (number, self._compute(number))
-        before = self._cached[1]
+        with self._lock:  # a prefetch thread reads ahead while the main thread may ask for shares
+            if self._cached is None or self._cached[0] != number:
+                for earlier in range(len(self._carries) - 1, number):
+                    self._compute(earlier)
+                self._cached = (number, self._compute(number))
+            before = self._cached[1]
         return before[within], before[within + 1] - before[within]
 
     def _compute(self, number: int) -> NDArray[np.int64]:

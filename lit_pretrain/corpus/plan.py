@@ -128,7 +128,9 @@ class BatchPlan:
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def _order(self, source: int, epoch: int) -> KeyedPermutation:
-        if source not in self._orders or self._orders[source][0] != epoch:
+        known, order = self._orders.get(source, (-1, None))
+        if order is None or known != epoch:
             keys = derive_keys(self.seed, "source", self.names[source], epoch, count=KeyedPermutation.num_keys)
-            self._orders[source] = (epoch, KeyedPermutation(int(self.windows[source]), keys=keys))
-        return self._orders[source][1]
+            order = KeyedPermutation(int(self.windows[source]), keys=keys)
+            self._orders[source] = (epoch, order)
+        return order

@@ -3,42 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from numpy.typing import NDArray
 
-from lit_pretrain.corpus import (
-    BatchPlan,
-    SkipList,
-    TokenizerFile,
-    TokenStream,
-    WeightSchedule,
-    Windows,
-    check_alike,
-    open_tokens,
-    read_rows,
-)
-from lit_pretrain.data._compat import batches_read
+from lit_pretrain.corpus import BatchPlan, SkipList, TokenizerFile, WeightSchedule, Windows, read_rows
+from lit_pretrain.data._compat import batches_read, rescale_restored_batches
 from lit_pretrain.data.identity import PlanIdentity
 from lit_pretrain.data.loader import Batch, PlanLoader
+from lit_pretrain.data.opened import OpenedCorpus, open_corpus
+from lit_pretrain.data.replica import Replica
 from lit_pretrain.data.validation import shard_rows, validation_rows
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.specs import CorpusProvider
-
-
-@dataclass(frozen=True)
-class _Opened:
-    """A corpus after ``setup``; ``validation`` has None for a source without held-out text."""
-
-    train: dict[str, Windows]
-    validation: list[Windows | None]
-    tokenizer: TokenizerFile | None
-    vocab_size: int
-    eos_id: int | None
 
 
 class TokenDataModule(pl.LightningDataModule):
@@ -113,10 +94,14 @@ class TokenDataModule(pl.LightningDataModule):
         self.skip = SkipList(skip)
         self.max_validation_tokens = max_validation_tokens
         self.prefetch = prefetch
-        self._opened: _Opened | None = None
+        self._opened: OpenedCorpus | None = None
         self._plan: BatchPlan | None = None
         self._rows: tuple[int, NDArray[np.int64], NDArray[np.int64]] | None = None
         self._restored: PlanIdentity | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is memory-mapped: a process that gets a copy opens the files itself."""
+        return self.__dict__ | {"_opened": None, "_plan": None, "_rows": None}
 
     # What others ask
 
@@ -181,11 +166,11 @@ class TokenDataModule(pl.LightningDataModule):
     def train_dataloader(self) -> PlanLoader:
         """Batches from where the trainer stands."""
         self._check_batch_size()
-        if self._restored is not None:
-            self._restored.check_past(self._identity(), updates=self._position() // self._accumulation())
+        num_batches = self.updates_per_epoch * self._accumulation()
+        repeated = self._overfit_batches(num_batches)
         return PlanLoader(
-            self.read_train,
-            num_batches=self.updates_per_epoch * self._accumulation(),
+            self.read_train if repeated is None else lambda position: self.read_train(position % repeated),
+            num_batches=num_batches,
             start=self._position,
             depth=self.prefetch,
             pin_memory=self._on_cuda(),
@@ -197,9 +182,9 @@ class TokenDataModule(pl.LightningDataModule):
         source, window = self.validation_rows()
         if not source.size:
             return []
-        rank, world_size = self._replica()
+        place = self._replica()
         sources, windows = shard_rows(
-            source, window, rank=rank, world_size=world_size, micro_batch_size=self.micro_batch_size
+            source, window, rank=place.rank, world_size=place.size, micro_batch_size=self.micro_batch_size
         )
         held_out = [windows_ for windows_ in opened.validation if windows_ is not None]
         anything = [windows_ if windows_ is not None else held_out[0] for windows_ in opened.validation]
@@ -217,11 +202,17 @@ class TokenDataModule(pl.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refuse to go on with another plan.
 
+        Other ranks and another microbatch size are the same plan. Evaluation may use any data.
+
         Raises:
             ConfigError: Naming the settings that differ.
         """
-        restored = PlanIdentity.from_state(state_dict)
-        restored.check_same(self._identity())
+        if self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
+            return
+        restored, now = PlanIdentity.from_state(state_dict), self._identity()
+        restored.check_same(now)
+        if restored.accumulation != now.accumulation:
+            rescale_restored_batches(self.trainer, old=restored.accumulation, new=now.accumulation)
         self._restored = restored
 
     # Reading
@@ -250,9 +241,7 @@ class TokenDataModule(pl.LightningDataModule):
         if self._rows is None or self._rows[0] != step:
             self._rows = (step, *self.plan.rows(step))
         _, source, window = self._rows
-        rank, world_size = self._replica()
-        low = (micro * world_size + rank) * self.micro_batch_size
-        mine = slice(low, low + self.micro_batch_size)
+        mine = self._replica().rows(micro, micro_batch_size=self.micro_batch_size)
         index = step * self._accumulation() + micro
         return self._batch(list(self._open().train.values()), source[mine], window[mine], index=index)
 
@@ -271,78 +260,46 @@ class TokenDataModule(pl.LightningDataModule):
         batch["index"] = index
         return batch
 
-    def _open(self) -> _Opened:
+    def _open(self) -> OpenedCorpus:
         if self._opened is None:
-            self._opened = self._open_corpus()
+            self._opened = open_corpus(
+                self.corpus.locate(), sequence_length=self.sequence_length, isolate_documents=self.isolate_documents
+            )
         return self._opened
-
-    def _open_corpus(self) -> _Opened:
-        found = self.corpus.locate()
-        tokenizer = None if found.tokenizer is None else TokenizerFile(found.tokenizer)
-        vocab_size = found.vocab_size if tokenizer is None else tokenizer.vocab_size
-        eos_id = found.eos_id if tokenizer is None else tokenizer.eos_id
-
-        def opened(paths: Mapping[str, Any]) -> dict[str, TokenStream]:
-            return {
-                name: open_tokens(path, dtype=found.dtype, vocab_size=vocab_size, eos_id=eos_id)
-                for name, path in paths.items()
-            }
-
-        train, validation = opened(found.train), opened(found.validation)
-        check_alike(
-            [*train.values(), *validation.values()], tokenizer_hash="" if tokenizer is None else tokenizer.content_hash
-        )
-        info = next(iter(train.values())).info
-        if info.vocab_size is None:
-            raise ConfigError(f"corpus.vocab_size is not set and {found.train} do not say it; set it or a tokenizer.")
-        return _Opened(
-            train={name: Windows(stream, sequence_length=self.sequence_length) for name, stream in train.items()},
-            validation=[
-                Windows(validation[name], sequence_length=self.sequence_length, keep_partial=True)
-                if name in validation
-                else None
-                for name in train
-            ],
-            tokenizer=tokenizer,
-            vocab_size=info.vocab_size,
-            eos_id=info.eos_id,
-        )
 
     # Where this process stands
 
-    def _replica(self) -> tuple[int, int]:
-        """Data-parallel rank and size: ranks of one tensor- or pipeline-parallel group read the same rows."""
-        if self.trainer is None:
-            return 0, 1
-        given = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None)
-        if given is not None:
-            return int(given["rank"]), int(given["num_replicas"])
-        return self.trainer.global_rank, self.trainer.world_size
+    def _replica(self) -> Replica:
+        return Replica.of(self.trainer)
 
     def _accumulation(self) -> int:
         """Microbatches per update."""
-        return self.global_batch_size // (self.micro_batch_size * self._replica()[1])
+        return self.global_batch_size // (self.micro_batch_size * self._replica().size)
 
     def _position(self) -> int:
-        return 0 if self.trainer is None else batches_read(self.trainer)
+        """The next microbatch to read, once the trainer's counters are restored."""
+        if self.trainer is None:
+            return 0
+        position = batches_read(self.trainer)
+        if self._restored is not None:
+            self._restored.check_past(self._identity(), updates=position // self._accumulation())
+            self._restored = None
+        return position
+
+    def _overfit_batches(self, num_batches: int) -> int | None:
+        """How many batches ``Trainer(overfit_batches=...)`` wants again and again; None without it."""
+        wanted = getattr(self.trainer, "overfit_batches", 0)
+        if not wanted:
+            return None
+        return max(1, min(num_batches, wanted if isinstance(wanted, int) else int(num_batches * wanted)))
 
     def _on_cuda(self) -> bool:
         return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
 
     def _check_batch_size(self) -> None:
-        rows = self.micro_batch_size * self._replica()[1]
-        if self.global_batch_size % rows:
-            raise ConfigError(
-                f"data.global_batch_size={self.global_batch_size} must be a multiple of "
-                f"data.micro_batch_size={self.micro_batch_size} times {self._replica()[1]} data-parallel ranks; use a "
-                f"multiple of {rows}."
-            )
-        if self.trainer is not None and self.trainer.accumulate_grad_batches != self._accumulation():
-            raise ConfigError(
-                f"trainer.accumulate_grad_batches={self.trainer.accumulate_grad_batches} must be "
-                f"{self._accumulation()}: data.global_batch_size={self.global_batch_size} / "
-                f"(data.micro_batch_size={self.micro_batch_size} x {self._replica()[1]} data-parallel ranks)."
-            )
+        self._replica().check(
+            self.trainer, micro_batch_size=self.micro_batch_size, global_batch_size=self.global_batch_size
+        )
 
     def _identity(self) -> PlanIdentity:
         opened = self._open()

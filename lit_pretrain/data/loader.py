@@ -21,7 +21,8 @@ class PlanLoader:
     Args:
         read: Gives the batch at an absolute position. Runs in the prefetch thread.
         num_batches: Batches in one epoch.
-        start: Gives the position of the first batch, asked when iteration begins.
+        start: Gives the position of the first batch, asked when the first batch is: an iterator may be made before a
+            checkpoint's counters are restored.
         depth: Batches made ahead; 0 for none.
         pin_memory: Put batches into page-locked memory, from where they are copied to a GPU in the background.
     """
@@ -43,7 +44,7 @@ class PlanLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         start = self._start()
-        return prefetch(self._make, range(start, start + self._num_batches), depth=self._depth)
+        yield from prefetch(self._make, range(start, start + self._num_batches), depth=self._depth)
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: see the class."""

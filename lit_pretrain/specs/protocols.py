@@ -16,6 +16,7 @@ class PreparedCorpus:
         train: Source name to shard folder.
         validation: Source name to shard folder of held-out documents; may be empty.
         tokenizer: A ``tokenizer.json``; None when only ids are known.
+        eos_token: The tokenizer's token that ends a document.
         vocab_size: For ids without a manifest and without a tokenizer.
         eos_id: The end-of-document id, likewise.
         dtype: Type of the ids in bare ``.bin`` files, which cannot say it.
@@ -24,6 +25,7 @@ class PreparedCorpus:
     train: Mapping[str, Path]
     validation: Mapping[str, Path] = field(default_factory=dict)
     tokenizer: Path | None = None
+    eos_token: str = "<|endoftext|>"
     vocab_size: int | None = None
     eos_id: int | None = None
     dtype: str = "uint16"

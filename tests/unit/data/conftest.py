@@ -31,8 +31,8 @@ def write_source(folder: Path, *, documents: int, length: int, seed: int) -> Pat
 def shards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("shards")
     train = {
-        "big": write_source(root / "big", documents=40, length=30, seed=1),
-        "small": write_source(root / "small", documents=12, length=20, seed=2),
+        "big": write_source(root / "big", documents=20, length=30, seed=1),
+        "small": write_source(root / "small", documents=8, length=20, seed=2),
     }
     validation = {
         "big": write_source(root / "big-val", documents=9, length=20, seed=3),
