@@ -44,7 +44,7 @@ check: $(STAMP)  ## Format, lint, types, floors
 	@echo "==> Types"
 	@$(BIN)/mypy
 	@echo "==> Floors"
-	@$(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-logo
 
 bench: $(STAMP)  ## Compare speed with plain Lightning, plain PyTorch and transformers
 	@echo "==> Benchmarks"
