@@ -53,6 +53,17 @@ def _logging() -> Iterator[None]:
 
 
 @contextmanager
+def _own_classes() -> Iterator[None]:
+    """A user's classes in the working directory can be imported; last, so they hide nothing that is installed."""
+    before = sys.path[:]
+    sys.path.append(os.getcwd())
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+@contextmanager
 def _arguments(argv: list[str]) -> Iterator[None]:
     before, sys.argv = sys.argv, argv
     try:
@@ -109,7 +120,7 @@ def _run(verb: str, job: Callable[..., Any], argv: list[str], note: Path) -> int
     application = hydra.main(version_base="1.3", config_path="pkg://lit_pretrain.conf", config_name=verb)(job)
     try:
         # The plain name: shell completion registers itself under it.
-        with _logging(), _sigterm_raises(), _arguments(["lit-pretrain", *argv]):
+        with _logging(), _own_classes(), _sigterm_raises(), _arguments(["lit-pretrain", *argv]):
             application()
     except KeyboardInterrupt:
         return _complain("interrupted.", code=130)

@@ -138,8 +138,7 @@ class _Ranks:
                 start_new_session=True,  # Ctrl-C comes to us alone; we pass it on once
             )
         self.procs.append(proc)
-        # The working directory comes last: a user's own classes are found, and hide nothing installed.
-        spec = {"sys_path": [*sys.path, os.getcwd()], "listen_fd": listen_fd}
+        spec = {"sys_path": sys.path, "listen_fd": listen_fd}
         assert proc.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died already: watch() will see
             proc.stdin.write(json.dumps(spec).encode() + b"\n")

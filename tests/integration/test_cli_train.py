@@ -1,0 +1,258 @@
+"""What a run leaves in its folder, and what generate makes of it; in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import yaml
+
+from lit_pretrain.cli import main
+from lit_pretrain.cli.generate import find_checkpoint, prepare_arguments, show
+from lit_pretrain.cli.train import save
+from lit_pretrain.instantiate import build
+from lit_pretrain.instantiate.job import train
+from lit_pretrain.instantiate.run import build_run
+from tests.conf import tiny
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return tiny.write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory, shards: list[str]) -> Path:
+    """A finished run: 5 updates of 2 microbatches, validated every 2 updates."""
+    folder = tmp_path_factory.mktemp("runs") / "one"
+    folder.mkdir()
+    overrides = [*shards, *tiny.SHRINK, "length.steps=5", "validation.every_steps=2", "trainer.log_every_n_steps=1"]
+    config = tiny.composed(folder, overrides)
+    save(config, folder / "resolved.yaml")
+    train(config)
+    return folder
+
+
+def read(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    config = yaml.safe_load((run_dir / "resolved.yaml").read_text())
+    return config, json.loads((run_dir / "result.json").read_text())
+
+
+def test_the_folder_holds_what_a_run_is(run_dir: Path) -> None:
+    files = sorted(str(p.relative_to(run_dir)) for p in run_dir.rglob("*") if p.is_file())
+    events = [f for f in files if "tfevents" in f]
+    assert len(events) == 1
+    assert [f for f in files if f not in events] == [
+        "checkpoints/last.ckpt",
+        "checkpoints/step-00000004.ckpt",
+        "resolved.yaml",
+        "result.json",
+        "tensorboard/hparams.yaml",
+        "tokenizer.json",
+    ]
+    assert Path(events[0]).parent == Path("tensorboard")
+    assert not any("=" in f for f in files)
+
+
+def test_the_result_counts_updates_and_tokens(run_dir: Path) -> None:
+    _, result = read(run_dir)
+    # 5 updates x 4 sequences x 16 tokens
+    assert (result["steps"], result["tokens"]) == (5, 320)
+    assert result["checkpoint"] == str(run_dir / "checkpoints" / "last.ckpt")
+    assert {"val/loss", "val/perplexity", "val/bits_per_byte", "train/loss"} <= set(result["metrics"])
+
+
+def test_the_final_validation_is_of_the_final_weights(run_dir: Path) -> None:
+    """Step 5 is no multiple of 2: without a last validation the result would be that of step 4."""
+    config, result = read(run_dir)
+    for name, same in (("last.ckpt", True), ("step-00000004.ckpt", False)):
+        module = build(config["module"], "module")
+        datamodule = build(config["data"], "data")
+        module.load_state_dict(torch.load(run_dir / "checkpoints" / name, weights_only=True)["state_dict"])
+        trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, barebones=False)
+        (metrics,) = trainer.validate(module, datamodule=datamodule, verbose=False)
+        assert (abs(metrics["val/loss"] - result["metrics"]["val/loss"]) < 1e-6) is same
+
+
+def test_curves_reach_tensorboard(run_dir: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    scalars = events.Tags()["scalars"]
+    assert {"train/loss", "val/loss", "val/bits_per_byte", "train/grad_norm", "optim/lr"} <= set(scalars)
+    # Validated after updates 2 and 4, and at the end; x is updates, not microbatches.
+    assert len(events.Scalars("val/loss")) == 3
+    assert events.Scalars("val/loss")[-1].step <= 5
+    _, result = read(run_dir)
+    assert events.Scalars("val/loss")[-1].value == pytest.approx(result["metrics"]["val/loss"], rel=1e-6)
+
+
+def test_a_length_in_epochs(tmp_path: Path, shards: list[str]) -> None:
+    overrides = [*shards, *tiny.SHRINK, "length.steps=null", "length.epochs=1", "callbacks=none", "logger=none"]
+    config = tiny.composed(tmp_path, [*overrides, "batch.global_batch_size=32", "batch.micro_batch_size=32"])
+    run = build_run(config)
+    run.datamodule.setup("fit")
+    expected = run.datamodule.updates_per_epoch  # type: ignore[attr-defined]
+    assert expected > 1
+    result = train(config)
+    assert result["steps"] == expected
+    assert "val/loss" in result["metrics"]
+    assert result["checkpoint"] is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["+trainer.logger=true"], "trainer.logger and logger decide the same thing"),
+        (["+trainer.callbacks=[x]"], "trainer.callbacks and callbacks.NAME decide the same thing"),
+        (["+trainer.gradient_clip_val=1.0"], "gradient_clip_val"),
+        (["+callbacks.mine={_target_: torch.nn.Identity}"], "Identity is not a Lightning Callback"),
+        (["callbacks.clipping=5"], "callbacks.clipping has no _target_ (it is 5)"),
+        (["optimizer.lr=fast"], "optimizer.lr='fast' must be a number."),
+        (["+optimizer.momentum=1"], "optimizer.momentum is not a setting of lit_pretrain.optim.adamw"),
+        (["optimizer.betas=[0.9]"], "optimizer.betas=[0.9] must be two numbers"),
+        (["trainer.precision=half"], "trainer.precision='half' must be one of"),
+        (["callbacks.clipping.max_norm=-1"], "clipping.max_norm=-1 must be above 0"),
+        (["model.vocab_size=300"], "model.vocab_size=300 is smaller than the data's vocabulary of 320"),
+    ],
+)  # fmt: skip
+def test_refused_before_the_first_step(tmp_path: Path, shards: list[str], overrides: list[str], sentence: str) -> None:
+    config = tiny.composed(tmp_path, [*shards, *tiny.SHRINK, *overrides])
+    save(config, tmp_path / "resolved.yaml")
+    with pytest.raises(ValueError, match="") as e:
+        train(config)
+    assert sentence in str(e.value)
+    assert type(e.value).__name__ in ("ConfigError", "DataError")
+    assert "\n" not in str(e.value)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+# generate
+
+
+def text(capfd: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["generate", *words, "device=cpu"]) == 0
+    return capfd.readouterr().out
+
+
+def test_generate_continues_a_prompt(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = [f"run={run_dir}", "max_new_tokens=12", "seed=3", "prompt=abc, def"]
+    first = text(capfd, *words)
+    assert first.startswith("abc, def")
+    assert len(first) > len("abc, def\n")
+    assert text(capfd, *words) == first
+    assert text(capfd, *words[:2], "seed=4", words[3]) != first
+    greedy = text(capfd, *words, "temperature=0")
+    assert text(capfd, *words[:2], "seed=4", words[3], "temperature=0") == greedy
+    assert text(capfd, *words, "top_k=1") == greedy
+
+
+def test_generate_uses_the_checkpoint_it_is_told(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert find_checkpoint(run_dir, "newest").name == "last.ckpt"
+    assert find_checkpoint(run_dir, "step-00000004.ckpt").name == "step-00000004.ckpt"
+    words = [f"run={run_dir}", "max_new_tokens=3", "seed=3", "prompt=a"]
+    assert text(capfd, *words, "checkpoint=step-00000004.ckpt").startswith("a")
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a checkpoint", "half", "other model"])
+def test_a_damaged_checkpoint_is_one_sentence(
+    run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], damage: bytes | str
+) -> None:
+    path = tmp_path / "bad.ckpt"
+    whole = (run_dir / "checkpoints" / "last.ckpt").read_bytes()
+    if damage == "other model":
+        torch.save({"state_dict": {"model.wte.weight": torch.zeros(2, 2)}}, path)
+    else:
+        path.write_bytes(damage if isinstance(damage, bytes) else whole[: len(whole) // 2])
+    code = main(["generate", f"run={run_dir}", f"checkpoint={path}", "device=cpu"])
+    out, err = capfd.readouterr()
+    assert (code, out) == (1, "")
+    assert err.startswith(f"lit-pretrain: {path} ")
+    assert "Traceback" not in err
+
+
+def test_a_pickle_in_a_checkpoint_does_not_run(
+    run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "ran",))
+
+    torch.save({"state_dict": Evil()}, tmp_path / "evil.ckpt")
+    assert main(["generate", f"run={run_dir}", f"checkpoint={tmp_path / 'evil.ckpt'}", "device=cpu"]) == 1
+    assert "cannot be read as a checkpoint" in capfd.readouterr().err
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("max_new_tokens=-1", "max_new_tokens=-1 must be"),
+        ("temperature=-1", "temperature=-1"),
+        ("top_p=2", "top_p=2"),
+        ("top_k=0", "top_k=0"),
+        ("device=abacus", "device=abacus cannot be used here"),
+    ],
+)
+def test_impossible_sampling(run_dir: Path, capfd: pytest.CaptureFixture[str], setting: str, sentence: str) -> None:
+    code = main(["generate", f"run={run_dir}", "device=cpu", setting])
+    out, err = capfd.readouterr()
+    assert (code, out) == (1, "")
+    assert sentence in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "plain",
+        "a, b",
+        "[x] {y: 1}",
+        "it's",
+        'say "hi"',
+        "a=b",
+        "${seed}",
+        "back\\slash\\",
+        "tail\\\\",
+        "$5",
+        "two\nlines",
+        "",
+    ],
+)
+def test_a_prompt_is_text_not_grammar(prompt: str) -> None:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from omegaconf import OmegaConf
+
+    (word,) = prepare_arguments([f"prompt={prompt}"])
+    value = OverridesParser.create().parse_override(word).value()
+    assert str(OmegaConf.create({"seed": 7, "prompt": value}).prompt) == prompt
+
+
+class Terminal:
+    def __init__(self, *, live: bool) -> None:
+        self.live, self.pieces = live, [""]
+
+    def isatty(self) -> bool:
+        return self.live
+
+    def write(self, text: str) -> int:
+        self.pieces.append(text)
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_text_streams_to_a_terminal_and_characters_stay_whole(live: bool) -> None:
+    tokens = list("né €!".encode())  # one token per byte
+    out = Terminal(live=live)
+    show("p:", tokens, lambda ids: bytes(ids).decode(errors="replace"), out)  # type: ignore[arg-type]
+    assert "".join(out.pieces) == "p:né €!\n"
+    written = [p for p in out.pieces if p]
+    assert written == (["p:", "n", "é", " ", "€", "!", "\n"] if live else ["p:", "né €!", "\n"])
