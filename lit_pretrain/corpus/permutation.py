@@ -17,13 +17,12 @@ def derive_keys(*parts: int | str, count: int) -> NDArray[np.uint64]:
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Each 64-bit value scrambled one to one.
+    """Each 64-bit value of an array scrambled one to one; products wrap around.
 
     Source: Steele, Lea, Flood 2014, the finaliser of SplitMix64.
     """
-    with np.errstate(over="ignore"):
-        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 

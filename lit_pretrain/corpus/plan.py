@@ -11,6 +11,8 @@ from lit_pretrain.corpus.mixture import MixtureCounts, WeightSchedule
 from lit_pretrain.corpus.permutation import KeyedPermutation, derive_keys, mix
 from lit_pretrain.errors import ConfigError
 
+_BLOCK = 2048  # windows whose places in the order are computed at once: one by one costs ten times as much
+
 
 class SkipList:
     """Stretches of data that are never read.
@@ -90,7 +92,7 @@ class BatchPlan:
             rows_per_step=global_batch_size,
             tokens_per_step=self._tokens_per_step,
         )
-        self._orders: dict[int, tuple[int, KeyedPermutation]] = {}
+        self._latest: dict[int, tuple[tuple[int, int] | None, NDArray[np.int64]]] = {}
 
     def shares(self, data_step: int) -> dict[str, float]:
         """Share of each source at ``data_step``."""
@@ -122,15 +124,19 @@ class BatchPlan:
         parts = []
         while number > 0:
             epoch, within = divmod(first, size)
-            take = min(number, size - within)
-            parts.append(self._order(source, epoch)(np.arange(within, within + take)))
-            first, number = first + take, number - take
+            block, at = divmod(within, _BLOCK)
+            part = self._ordered(source, epoch, block)[at : at + number]
+            parts.append(part)
+            first, number = first + part.size, number - part.size
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
-    def _order(self, source: int, epoch: int) -> KeyedPermutation:
-        known, order = self._orders.get(source, (-1, None))
-        if order is None or known != epoch:
+    def _ordered(self, source: int, epoch: int, block: int) -> NDArray[np.int64]:
+        """Part of a pass over a source in its order, up to ``_BLOCK`` windows; the last part asked for is kept."""
+        known, windows = self._latest.get(source, (None, np.empty(0, np.int64)))
+        if known != (epoch, block):
+            size = int(self.windows[source])
             keys = derive_keys(self.seed, "source", self.names[source], epoch, count=KeyedPermutation.num_keys)
-            order = KeyedPermutation(int(self.windows[source]), keys=keys)
-            self._orders[source] = (epoch, order)
-        return order
+            order = KeyedPermutation(size, keys=keys)
+            windows = order(np.arange(block * _BLOCK, min(size, (block + 1) * _BLOCK)))
+            self._latest[source] = ((epoch, block), windows)
+        return windows

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -60,9 +62,8 @@ class TokenStream:
         self.info = info
         self._shards = shards
         self._starts_per_shard = document_starts
-        sizes = np.asarray([shard.size for shard in shards], np.int64)
-        self._ends = np.cumsum(sizes)
-        self.num_tokens = int(sizes.sum())
+        self._ends = list(itertools.accumulate(shard.size for shard in shards))
+        self.num_tokens = self._ends[-1]
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
@@ -77,7 +78,7 @@ class TokenStream:
             DataError: When neither an index nor an end-of-document id tells.
         """
         if self._starts_per_shard is not None:
-            offsets = self._ends - np.asarray([shard.size for shard in self._shards], np.int64)
+            offsets = [0, *self._ends[:-1]]
             return np.concatenate([s + o for s, o in zip(self._starts_per_shard, offsets, strict=True)])
         if self.info.eos_id is None:
             raise DataError(f"{self.path} does not say where documents begin; give an index or the end-of-document id.")
@@ -97,10 +98,10 @@ class TokenStream:
         if len(self._shards) == 1:
             return self._shards[0][offset : offset + length]
         pieces = []
-        shard = int(np.searchsorted(self._ends, offset, side="right"))
+        shard = bisect.bisect_right(self._ends, offset)
         while length > 0:
             ids = self._shards[shard]
-            local = offset - (int(self._ends[shard]) - ids.size)
+            local = offset - (self._ends[shard] - ids.size)
             pieces.append(ids[local : local + length])
             offset, length, shard = offset + pieces[-1].size, length - pieces[-1].size, shard + 1
         if len(pieces) == 1:
