@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import TracebackType
 
 from rich.console import Console
@@ -11,36 +10,35 @@ from rich.progress import Progress as Bars
 
 
 class Progress:
-    """Shows what is being done, on standard error.
+    """Shows what is being done.
 
     Args:
         title: First line.
+        console: Where; None is standard error.
     """
 
-    def __init__(self, title: str) -> None:
-        console = Console(stderr=True)
-        self._bars: Bars | None = None
+    def __init__(self, title: str, *, console: Console | None = None) -> None:
+        self._console = console if console is not None else Console(stderr=True)
+        self._title = title
         self._task: TaskID | None = None
-        if console.is_terminal:
+        self._open_ended = False
+        self._bars: Bars | None = None
+        if self._console.is_terminal:
             self._bars = Bars(
-                TextColumn("  {task.description}"),
+                TextColumn("  {task.description}", markup=False),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),
-                console=console,
+                console=self._console,
             )
-        self._title = title
 
     def step(self, what: str, *, total: int | None = None) -> None:
-        """Begin the next piece of work; ``total`` calls of ``advance`` will follow."""
+        """Begin the next piece of work; up to ``total`` calls of ``advance`` will follow."""
         if self._bars is None:
-            print(f"  {what}", file=sys.stderr, flush=True)
+            self.say(what)
             return
-        if self._task is not None:
-            self._bars.update(
-                self._task, total=self._bars.tasks[-1].completed or 1, completed=self._bars.tasks[-1].completed or 1
-            )
-        self._task = self._bars.add_task(what, total=total)
+        self._finish()
+        self._task, self._open_ended = self._bars.add_task(what, total=total), total is None
 
     def advance(self) -> None:
         """One of the ``total`` is done."""
@@ -49,13 +47,17 @@ class Progress:
 
     def say(self, line: str) -> None:
         """A line that stays."""
-        if self._bars is not None:
-            self._bars.console.print(f"  {line}", highlight=False)
-        else:
-            print(f"  {line}", file=sys.stderr, flush=True)
+        self._console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+
+    def _finish(self) -> None:
+        """Stop the clock of the piece of work that has ended."""
+        if self._bars is not None and self._task is not None:
+            if self._open_ended:
+                self._bars.update(self._task, total=1, completed=1)
+            self._bars.stop_task(self._task)
 
     def __enter__(self) -> Progress:
-        print(self._title, file=sys.stderr, flush=True)
+        self._console.print(self._title, highlight=False, markup=False)
         if self._bars is not None:
             self._bars.start()
         return self
@@ -64,4 +66,5 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._bars is not None:
+            self._finish()
             self._bars.stop()

@@ -44,7 +44,7 @@ class WeightSchedule:
             except (TypeError, ValueError) as error:
                 raise ConfigError(f"weights point {point!r} must be a pair (at, {{source: weight}}).") from error
             _check_weights(values)
-            if isinstance(at, bool) or at != int(at) or at < 0:
+            if isinstance(at, bool) or not isinstance(at, int) or at < 0:
                 raise ConfigError(f"weights point at {at!r} must be a whole number of at least 0.")
             if self.points and at <= self.points[-1][0]:
                 raise ConfigError(f"weights point at {at} must come after the one at {self.points[-1][0]}.")
@@ -53,7 +53,7 @@ class WeightSchedule:
                     f"weights point at {at} names the sources {sorted(values)}, the first point "
                     f"{sorted(self.points[0][1])}; name the same sources in all, with weight 0 where unused."
                 )
-            self.points.append((int(at), values))
+            self.points.append((at, values))
 
     @classmethod
     def constant(cls, weights: Mapping[str, float]) -> WeightSchedule:

@@ -207,6 +207,7 @@ def test_skipping_against_a_list(pairs: list[tuple[int, int]]) -> None:
         (lambda: WeightSchedule([(0, {})]), "names no source"),
         (lambda: WeightSchedule([(0,)]), "must be a pair"),
         (lambda: WeightSchedule([(1.5, {"a": 1})]), "whole number"),
+        (lambda: WeightSchedule([("1", {"a": 1})]), "whole number"),
         (lambda: WeightSchedule([(5, {"a": 1}), (5, {"a": 2})]), "must come after"),
         (lambda: WeightSchedule([(5, {"a": 1}), (6, {"b": 2})]), "name the same sources"),
         (lambda: BatchPlan({}, global_batch_size=1), "no source"),
