@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
 from lightning.pytorch import seed_everything
 
 from lit_pretrain import units
@@ -18,6 +19,7 @@ from lit_pretrain.instantiate import checkpoints
 from lit_pretrain.instantiate.closing import checkpoint_folder
 from lit_pretrain.instantiate.run import Run, build_run
 
+RESOLVED = "resolved.yaml"
 RESULT = "result.json"
 TOKENIZER = "tokenizer.json"
 
@@ -38,7 +40,7 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
     start = time.monotonic()
     seed_everything(config["seed"], workers=True, verbose=False)
     run_dir = Path(config["run"]["dir"])
-    run_dir.mkdir(parents=True, exist_ok=True)
+    _keep_configuration(config, run_dir / RESOLVED)
     run = build_run(config)
     fit(run)
     trainer = run.trainer
@@ -90,6 +92,15 @@ def summary(config: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     width = max(len(name) for name, _ in rows)
     lines = [f"\nlit-pretrain: finished in {units.duration(result['seconds'])}"]
     return "\n".join([*lines, *(f"  {name:<{width}}  {text}" for name, text in rows)])
+
+
+def _keep_configuration(config: Mapping[str, Any], path: Path) -> None:
+    """Write the configuration, where the command line has not done so: callbacks and ``generate`` read it."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}.tmp")
+        draft.write_text(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
+        os.replace(draft, path)
 
 
 def _keep_tokenizer(run: Run, run_dir: Path) -> None:
