@@ -227,7 +227,9 @@ def test_a_sequence_longer_than_the_block_is_refused(kwargs: dict[str, Any]) -> 
 def test_a_model_can_be_copied_and_pickled_after_use(kwargs: dict[str, Any]) -> None:
     model = GPT(GPTConfig(**kwargs))
     ids = batch(model.config)
+    size = len(pickle.dumps(model))
     expected = model(ids)
+    assert len(pickle.dumps(model)) == size  # no table of angles travels along
     assert torch.equal(copy.deepcopy(model)(ids), expected)
     assert torch.equal(pickle.loads(pickle.dumps(model))(ids), expected)
 
