@@ -12,11 +12,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lit_pretrain.callbacks import _compat
-from lit_pretrain.callbacks._horizon import Horizon
 from lit_pretrain.callbacks._rates import GroupRates
 from lit_pretrain.callbacks.order import Order
 from lit_pretrain.errors import ConfigError
-from lit_pretrain.schedules import check
+from lit_pretrain.schedules import Horizon, check
 from lit_pretrain.specs import TokenAccounting
 
 _STATE_KEY = "lit_pretrain.LearningRateSchedule"
