@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from lit_pretrain.cli import derive, ranks
 from lit_pretrain.errors import ConfigError
@@ -80,3 +80,10 @@ def register() -> None:
         OmegaConf.register_new_resolver(name, function, replace=True)
     # One value per composed configuration; Hydra hands the cache from a sweep to its jobs, as it does for ${now:}.
     OmegaConf.register_new_resolver("fresh_id", fresh_id, use_cache=True, replace=True)
+
+
+def resolve(config: DictConfig) -> dict[str, Any]:
+    """The configuration as plain containers, every interpolation done, nothing missing."""
+    plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    assert isinstance(plain, dict)
+    return {str(k): v for k, v in plain.items()}

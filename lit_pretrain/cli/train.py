@@ -15,16 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from lit_pretrain.cli import checks, launch, ranks, report, resolvers
 from lit_pretrain.cli.app import COMMAND_VARIABLE
+from lit_pretrain.cli.resolvers import resolve
 from lit_pretrain.errors import ConfigError
 
 resolvers.register()  # at import: joblib's and submitit's workers import this module before they compose
-
-
-def resolve(config: DictConfig) -> dict[str, Any]:
-    """The configuration as plain containers, every interpolation done, nothing missing."""
-    plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    assert isinstance(plain, dict)
-    return {str(k): v for k, v in plain.items()}
 
 
 def save(config: dict[str, Any], path: Path) -> None:

@@ -176,12 +176,12 @@ WRONG_RUNS = {
     (
         "run=inside",
         "checkpoint=x.ckpt",
-    ): "checkpoint=x.ckpt is neither newest nor a file; in inside/checkpoints there is: none.",
+    ): "checkpoint=x.ckpt is neither newest, best nor a file; in inside/checkpoints there is: none.",
     ("run=saved",): "there is no tokenizer at saved/tokenizer.json; name a tokenizer.json with tokenizer=FILE.",
     ("run=saved", "tokenizer=saved/resolved.yaml"): "saved/resolved.yaml is not a tokenizer.json",
     ("run=damaged",): "damaged/resolved.yaml is damaged",
     ("run=other",): "other/resolved.yaml is not the configuration of a training run",
-    ("run=inside", "promt=x"): "promt is not a setting of generate; did you mean 'prompt'?",
+    ("run=inside", "promt=x"): "promt is not a setting of generate; did you mean 'prompt'",
 }
 
 

@@ -12,7 +12,8 @@ import torch
 import yaml
 
 from lit_pretrain.cli import main
-from lit_pretrain.cli.generate import find_checkpoint, prepare_arguments, show
+from lit_pretrain.cli.generate import prepare_arguments, show
+from lit_pretrain.cli.saved import find_checkpoint
 from lit_pretrain.cli.train import save
 from lit_pretrain.instantiate import build
 from lit_pretrain.instantiate.job import train
@@ -256,3 +257,57 @@ def test_text_streams_to_a_terminal_and_characters_stay_whole(live: bool) -> Non
     assert "".join(out.pieces) == "p:né €!\n"
     written = [p for p in out.pieces if p]
     assert written == (["p:", "n", "é", " ", "€", "!", "\n"] if live else ["p:", "né €!", "\n"])
+
+
+def test_several_prompts_are_a_batch(run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Row i of a batch draws with seed + i: each continuation is that of its prompt alone."""
+    words = [f"run={run_dir}", "max_new_tokens=6"]
+    alone = [text(capfd, *words, f"prompt={prompt}", f"seed={seed}") for prompt, seed in (("abc", 3), ("d", 4))]
+    (tmp_path / "prompts.txt").write_text("abc\n\nd\n")
+    expected = f"--- 1 of 2\n{alone[0]}--- 2 of 2\n{alone[1]}"
+    assert text(capfd, *words, "seed=3", "prompts=[abc,d]") == expected
+    assert text(capfd, *words, "seed=3", f"prompt_file={tmp_path / 'prompts.txt'}") == expected
+    rows = json.loads(text(capfd, *words, "seed=3", "prompts=[abc,d]", "format=json"))
+    assert [row["prompt"] + row["continuation"] + "\n" for row in rows] == alone
+    (row,) = json.loads(text(capfd, *words, "seed=3", "prompt=abc", "format=json"))
+    assert row["prompt"] + row["continuation"] + "\n" == alone[0]
+
+
+def test_top_p_narrows_the_choice(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = [f"run={run_dir}", "max_new_tokens=12", "seed=3", "prompt=abc"]
+    assert text(capfd, *words, "top_p=1e-6") == text(capfd, *words, "temperature=0")
+    assert text(capfd, *words, "top_p=1.0", "temperature=1.5") != text(capfd, *words, "temperature=0")
+
+
+def test_the_best_checkpoint_is_by_the_watched_metric(
+    run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["generate", f"run={run_dir}", "device=cpu", "checkpoint=best"])
+    assert (code, capfd.readouterr().err.count("\n")) == (1, 1)
+    folder = tmp_path / "moved" / "checkpoints"
+    folder.mkdir(parents=True)
+    state = {"monitor": "val/loss", "best_model_path": "/elsewhere/checkpoints/good.ckpt"}
+    torch.save({"callbacks": {"ModelCheckpoint{'monitor': 'val/loss'}": state}}, folder / "newest.ckpt")
+    with pytest.raises(ValueError, match=r"checkpoint=best was .*good.ckpt, which is gone"):
+        find_checkpoint(folder.parent, "best")
+    (folder / "good.ckpt").touch()
+    torch.save({"callbacks": {"ModelCheckpoint{'monitor': 'val/loss'}": state}}, folder / "newest.ckpt")
+    assert find_checkpoint(folder.parent, "best") == folder / "good.ckpt"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["prompt=a", "prompts=[b]"], "prompt and prompts are both given"),
+        (["prompts=a"], "prompts='a' must be a list of texts"),
+        (["prompt_file=nowhere.txt"], "prompt_file=nowhere.txt cannot be read (No such file or directory)"),
+        (["prompt_file=/dev/null"], "prompt_file=/dev/null holds no prompt"),
+        (["format=xml"], "format=xml is unknown; use text or json."),
+    ],
+)
+def test_prompts_that_cannot_be(capfd: pytest.CaptureFixture[str], words: list[str], sentence: str) -> None:
+    code = main(["generate", "run=nowhere", *words])
+    out, err = capfd.readouterr()
+    assert (code, out) == (1, "")
+    assert sentence in err
+    assert err.count("\n") == 1

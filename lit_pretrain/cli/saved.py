@@ -1,0 +1,209 @@
+"""What a run left in its folder, for the verbs that read one. The folder is checked before torch is loaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from lit_pretrain.cli import launch
+from lit_pretrain.errors import ConfigError
+from lit_pretrain.instantiate import checkpoints
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+def free_text(argv: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Quote the values of some settings, so that they may hold commas, brackets, quotes and ``${``.
+
+    Args:
+        argv: Words of a command line.
+        names: Settings whose value is text as it stands, not Hydra's grammar.
+    """
+    return [_quoted(word) if word.partition("=")[0] in names else word for word in argv]
+
+
+def _quoted(word: str) -> str:
+    key, sign, value = word.partition("=")
+    if not sign or value == "???" or (len(value) > 1 and value[0] == value[-1] and value[0] in "'\""):
+        return word
+    value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # no interpolation
+    # Inside quotes only backslashes before a quote are special.
+    value = re.sub(r"(\\*)'", r"\1\1\\'", value)
+    value = re.sub(r"(\\+)$", r"\1\1", value)
+    return f"{key}='{value}'"
+
+
+def one_of(setting: str, value: object, known: Sequence[str]) -> None:
+    """Raises ConfigError unless ``value`` is among ``known``."""
+    if value not in known:
+        raise ConfigError(f"{setting}={value} is unknown; use {' or '.join(known)}.")
+
+
+def read_text(path: Path, *, setting: str) -> str:
+    """A text file of the user's.
+
+    Raises:
+        ConfigError: It cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as e:
+        raise ConfigError(f"{setting}={path} cannot be read ({e.strerror}); name a text file.") from e
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{setting}={path} is not UTF-8 text (byte {e.start}); convert it first.") from e
+
+
+def read_resolved(run_dir: Path) -> dict[str, Any]:
+    """The resolved configuration of a run folder.
+
+    Raises:
+        ConfigError: There is no such run.
+    """
+    path = run_dir / launch.RESOLVED
+    if not run_dir.is_dir():
+        raise ConfigError(f"run={run_dir} does not exist; name the folder of a run, such as outputs/RUN.")
+    if not path.is_file():
+        inside = sorted(p.parent for p in run_dir.glob(f"*/{launch.RESOLVED}"))
+        hint = f"did you mean run={inside[-1]}?" if inside else "name the folder that a training run printed."
+        raise ConfigError(f"run={run_dir} is not a run folder (no {launch.RESOLVED}); {hint}")
+    try:
+        resolved = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as e:
+        raise ConfigError(f"{path} is damaged: {' '.join(str(e).split())}.") from e
+    if not isinstance(resolved, dict) or "module" not in resolved:
+        raise ConfigError(f"{path} is not the configuration of a training run: it has no module.")
+    return resolved
+
+
+def find_checkpoint(run_dir: Path, which: str) -> Path:
+    """A checkpoint of a run.
+
+    Args:
+        run_dir: The run folder.
+        which: ``newest``, ``best`` (by the metric that the run's ModelCheckpoint watches), a file name in the run's
+            checkpoints, or a path.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    folder = run_dir / checkpoints.FOLDER
+    found = checkpoints.listed(folder)
+    if which == "newest":
+        if not found:
+            raise ConfigError(f"{folder} holds no checkpoint; the run saved none, or name a file with checkpoint=FILE.")
+        return found[-1]
+    if which == "best":
+        return _best(folder, found)
+    for path in (Path(which).expanduser(), folder / which):
+        if path.is_file():
+            return path
+    names = ", ".join(p.name for p in found) or "none"
+    raise ConfigError(f"checkpoint={which} is neither newest, best nor a file; in {folder} there is: {names}.")
+
+
+def _best(folder: Path, found: Sequence[Path]) -> Path:
+    """The best checkpoint by the watched metric, as the newest one that can be read remembers it."""
+    if not found:
+        raise ConfigError(f"{folder} holds no checkpoint; the run saved none, or name a file with checkpoint=FILE.")
+    callbacks = read_checkpoint(found[-1]).get("callbacks") or {}
+    states = [state for key, state in callbacks.items() if str(key).startswith("ModelCheckpoint")]
+    watched = [state for state in states if state.get("monitor") and state.get("best_model_path")]
+    if not watched:
+        raise ConfigError(
+            "checkpoint=best needs a metric that the run watched, and it watched none; train with "
+            "callbacks.checkpoint.monitor=val/loss, or use checkpoint=newest."
+        )
+    path = folder / Path(watched[0]["best_model_path"]).name  # the run folder may have moved
+    if not path.is_file():
+        raise ConfigError(f"checkpoint=best was {path}, which is gone; use checkpoint=newest or name a file.")
+    return path
+
+
+def find_tokenizer(run_dir: Path, given: object) -> Path:
+    """The tokenizer of a run, or the one given instead.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    path = run_dir / "tokenizer.json" if given is None else Path(str(given)).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"there is no tokenizer at {path}; name a tokenizer.json with tokenizer=FILE.")
+    return path
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """The content of a checkpoint, read as tensors and plain data only.
+
+    Raises:
+        ConfigError: The file is damaged, or no checkpoint.
+    """
+    import pickle
+
+    import torch
+
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, KeyError, TypeError, ValueError, pickle.UnpicklingError) as e:
+        reason = next((line for line in str(e).splitlines() if line.strip()), type(e).__name__).strip().rstrip(".")
+        raise ConfigError(f"{path} cannot be read as a checkpoint ({reason}); choose another.") from e
+    if not isinstance(saved, dict):
+        raise ConfigError(f"{path} cannot be read as a checkpoint (it holds a {type(saved).__name__}); choose another.")
+    return saved
+
+
+def load(resolved: Mapping[str, Any], checkpoint: Path, *, device: str) -> nn.Module:
+    """The trained model, in evaluation mode.
+
+    Args:
+        resolved: The run's configuration.
+        checkpoint: A file that Lightning wrote; read as tensors and plain data only.
+        device: ``auto``, or a device as torch names it.
+
+    Raises:
+        ConfigError: The checkpoint is damaged, does not fit, or there is no such device.
+    """
+    import torch
+
+    from lit_pretrain.instantiate import build
+
+    where = find_device(device)
+    module = build(resolved["module"], "module")
+    model = getattr(module, "model", None)
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "logits"):
+        raise ConfigError(
+            f"module._target_={resolved['module'].get('_target_')} holds no GPT; only training can use it."
+        )
+    weights = read_checkpoint(checkpoint).get("state_dict")
+    if not isinstance(weights, Mapping):
+        raise ConfigError(f"{checkpoint} cannot be read as a checkpoint (it holds no state_dict); choose another.")
+    try:
+        module.load_state_dict(weights)
+    except RuntimeError as e:
+        reason = " ".join(str(e).split())
+        raise ConfigError(f"{checkpoint} does not fit the model of this run: {reason[:300]}") from e
+    return model.to(where).eval()
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name; ``auto`` is a GPU where there is one.
+
+    Raises:
+        ConfigError: It cannot be used here.
+    """
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        where = torch.device(name)
+        torch.empty(0, device=where)
+    except (RuntimeError, AssertionError) as e:
+        reason = str(e).splitlines()[0]
+        raise ConfigError(f"device={name} cannot be used here ({reason}); use auto or cpu.") from e
+    return where
