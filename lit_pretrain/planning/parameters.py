@@ -59,7 +59,8 @@ def matrix_parameters(config: GPTConfig) -> int:
     return attention + mlp
 
 
-def _biases(config: GPTConfig) -> int:
+def bias_parameters(config: GPTConfig) -> int:
+    """Biases of the matrices of one block."""
     if not config.bias:
         return 0
     q_width = config.n_head * config.head_size
@@ -77,7 +78,7 @@ def count_parameters(config: GPTConfig) -> ParameterCount:
     norms = 2 * norm_parameters(config, config.n_embd)
     if config.qk_norm:
         norms += 2 * norm_parameters(config, config.head_size)
-    block = matrix_parameters(config) + _biases(config) + norms
+    block = matrix_parameters(config) + bias_parameters(config) + norms
     tokens = config.vocab_size * config.n_embd
     tables = 1 if config.tie_embeddings else 2
     return ParameterCount(
