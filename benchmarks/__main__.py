@@ -60,16 +60,19 @@ def _one(name: str) -> None:
 def main() -> int:
     """Run the named benchmarks, all by default."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", choices=[*NAMES, []], default=list(NAMES))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; all by default")
     parser.add_argument("--out", type=Path, default=Path("outputs/benchmarks.json"))
     parser.add_argument("--one", choices=NAMES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         _one(arguments.one)
         return 0
+    unknown = sorted(set(arguments.names) - set(NAMES))
+    if unknown:
+        parser.error(f"{unknown[0]!r} is not a benchmark; use {', '.join(NAMES)}")
     report: dict[str, Any] = {**circumstances(), "figures": {}}
     failed = []
-    for name in arguments.names:
+    for name in arguments.names or NAMES:
         print(f"==> benchmark: {name}", flush=True)
         command = [sys.executable, "-m", "benchmarks", "--one", name]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)

@@ -60,12 +60,13 @@ def _serve(contender: Contender, turns: Connection, threads: int) -> None:
 def race(
     contenders: Mapping[str, Contender], *, rounds: int = 11, steps: int = 5, warmup: int = 5, threads: int = 2
 ) -> dict[str, list[float]]:
-    """Median step time of every round, per contender.
+    """Mean step time of every round, per contender.
 
     Args:
         contenders: Module-level functions by name.
-        rounds: In each, every contender takes its turn; the order turns with the round.
-        steps: Steps per turn; their median is the round's figure.
+        rounds: Each gives one figure per contender.
+        steps: Steps of every contender in a round, taken in turns of one step; the order turns with every turn. As
+            many as a period of whatever happens only now and then, such as logging, so that a mean holds its share.
         warmup: Steps before the first round.
         threads: Torch threads of each contender.
 
@@ -98,9 +99,14 @@ def race(
         for name in names:
             for _ in range(warmup):
                 step(name)
-        for r in range(rounds):
-            for name in names[r % len(names) :] + names[: r % len(names)]:
-                out[name].append(statistics.median(step(name) for _ in range(steps)))
+        for _ in range(rounds):
+            seconds = dict.fromkeys(names, 0.0)
+            for turn in range(steps):
+                first = turn % len(names)
+                for name in names[first:] + names[:first]:
+                    seconds[name] += step(name)
+            for name in names:
+                out[name].append(seconds[name] / steps)
     finally:
         for process, turns in lanes.values():
             if process.is_alive():
