@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import secrets
@@ -23,7 +24,7 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def readable_errors(path: Path, *, doing: str) -> Iterator[None]:
+def readable_errors(path: Path | str, *, doing: str) -> Iterator[None]:
     """Turn what the operating system says about ``path`` into one sentence for the user.
 
     Raises:
@@ -92,3 +93,13 @@ def sha256_of(path: Path) -> str:
     """SHA-256 of a file's content in hexadecimal."""
     with readable_errors(path, doing="read"), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock that the operating system gives back when the process ends, however it ends."""
+    with readable_errors(path, doing="write"):
+        file = path.open("w")
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import platform
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_pretrain.corpus._files import readable_errors, sync_folder, write_whole
+from lit_pretrain.corpus._files import locked, readable_errors, sync_folder, write_whole
 from lit_pretrain.corpus._progress import Progress
 from lit_pretrain.corpus.domains import Domain, SourceFile, known_domains
 from lit_pretrain.corpus.tokenizer import TokenizerFile, train_tokenizer
@@ -103,7 +101,7 @@ class DefaultCorpus:
         if not folder.is_dir():
             with readable_errors(self.cache_dir, doing="write"):
                 self.cache_dir.mkdir(parents=True, exist_ok=True)
-            with _locked(self.cache_dir / f".{folder.name}.lock"):
+            with locked(self.cache_dir / f".{folder.name}.lock"):
                 if not folder.is_dir():
                     self._build(folder, files)
         return self.locate()
@@ -191,14 +189,24 @@ class DefaultCorpus:
         return documents
 
 
+def holdout_mark(text: str) -> int:
+    """A number from 0 to 2^64 - 1 that depends on the text alone; documents below the limit are held out."""
+    return int.from_bytes(hashlib.sha256(b"split" + text.encode()).digest()[:8], "big")
+
+
+def holdout_limit(validation_fraction: float) -> int:
+    """The mark below which that share of documents lies."""
+    return int(validation_fraction * 2**64)
+
+
 def split_documents(texts: Sequence[str], *, validation_fraction: float) -> dict[str, list[str]]:
     """Documents as ``train`` and ``validation``, decided by a hash of each text alone.
 
     Equal texts land on one side, and a document keeps its side whatever else there is. With two documents or more, both
     sides get one at least.
     """
-    marks = [int.from_bytes(hashlib.sha256(b"split" + text.encode()).digest()[:8], "big") for text in texts]
-    limit = int(validation_fraction * 2**64)
+    marks = [holdout_mark(text) for text in texts]
+    limit = holdout_limit(validation_fraction)
     if len(set(marks)) > 1:
         limit = min(max(limit, min(marks) + 1), max(marks))
     return {
@@ -225,13 +233,3 @@ def _write(
                 progress.advance()
         manifest = writer.close()
     return {"documents": manifest.num_documents, "bytes": manifest.num_bytes, "tokens": manifest.num_tokens}
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock that the operating system gives back when the process ends, however it ends."""
-    with readable_errors(path, doing="write"):
-        file = path.open("w")
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
