@@ -50,10 +50,10 @@ class TokenizerFile:
         self.eos_token = eos_token
         self.eos_id = int(found)
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
-        """Ids run from 0 to ``vocab_size - 1``."""
-        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+        """Ids run from 0 to ``vocab_size - 1``; a published vocabulary may leave some of them unused."""
+        return 1 + int(max(self._tokenizer.get_vocab(with_added_tokens=True).values()))
 
     @cached_property
     def content_hash(self) -> str:
