@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 VERBS = {
     "train": "pretrain a model, or several with -m",
+    "explain": "what train would do with the same words, and what is wrong or doubtful about it",
     "generate": "continue a prompt with a trained model",
 }
 
@@ -20,6 +21,7 @@ examples:
   lit-pretrain train experiment=demo
   lit-pretrain train model=gpt2-124m data=shards data.corpus.sources="{web: FOLDER}" length.tokens=1e9
   lit-pretrain train -m optimizer.lr=1e-3,3e-4 length.steps=1000 trainer.devices=2 strategy=ddp
+  lit-pretrain explain model=gpt2-124m length.tokens=10e9 explain.device=H100
   lit-pretrain generate run=outputs/RUN prompt="Once upon a time"
 """
 
