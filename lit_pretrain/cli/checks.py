@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lit_pretrain.cli import ranks
+from lit_pretrain.cli import derive, ranks
 from lit_pretrain.corpus import ShardFolders
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.instantiate.build import build
@@ -49,13 +50,41 @@ def check(config: Mapping[str, Any], *, multirun: bool) -> None:
     Raises:
         ConfigError: With the setting, the value, the rule and the way out.
     """
-    for key in config:
-        if key not in KNOWN:
-            raise ConfigError(f"{key} is not a setting of train; {nearest(str(key), KNOWN)}")
-    _seed(config["seed"])
-    _model(config)
-    _corpus(config)
-    _processes(config, multirun=multirun)
+    for one in _each(config, multirun=multirun):
+        one()
+
+
+def violations(config: Mapping[str, Any]) -> list[str]:
+    """Every sentence that :func:`check` could raise, not only the first.
+
+    Args:
+        config: Plain containers; settings that could not be resolved may be missing, and are passed over.
+    """
+    sentences: list[str] = []
+    for one in _each(config, multirun=False):
+        try:
+            one()
+        except ConfigError as e:
+            sentences.append(str(e))
+        except (KeyError, TypeError, AttributeError):  # it needs what is missing, which has a sentence of its own
+            continue
+    return list(dict.fromkeys(sentences))
+
+
+def _each(config: Mapping[str, Any], *, multirun: bool) -> list[Callable[[], None]]:
+    return [
+        *(partial(_key, str(key)) for key in config),
+        lambda: _seed(config["seed"]),
+        lambda: _length(config),
+        lambda: _model(config),
+        lambda: _corpus(config),
+        lambda: _processes(config, multirun=multirun),
+    ]
+
+
+def _key(key: str) -> None:
+    if key not in KNOWN:
+        raise ConfigError(f"{key} is not a setting of train; {nearest(key, KNOWN)}")
 
 
 def _seed(seed: object) -> None:
@@ -63,7 +92,12 @@ def _seed(seed: object) -> None:
         raise ConfigError(f"seed={seed!r} must be a whole number from 0 to {2**32 - 1}.")
 
 
-def _light(node: object) -> bool:
+def _length(config: Mapping[str, Any]) -> None:
+    derive.whole("batch.sequence_length", config["batch"]["sequence_length"])
+
+
+def is_light(node: object) -> bool:
+    """Whether a node's class can be built without torch."""
     return isinstance(node, Mapping) and str(node.get("_target_", "")).startswith(LIGHT)
 
 
@@ -71,7 +105,7 @@ def _model(config: Mapping[str, Any]) -> None:
     model = config["model"]
     if not isinstance(model, Mapping):
         raise ConfigError(f"model={model!r} must be a group's option: model=NAME.")
-    if not _light(model):
+    if not is_light(model):
         return  # somebody else's architecture
     block_size = build(model, "model").block_size
     length = config["batch"]["sequence_length"]
@@ -84,7 +118,7 @@ def _model(config: Mapping[str, Any]) -> None:
 
 def _corpus(config: Mapping[str, Any]) -> None:
     data = config["data"]
-    if not isinstance(data, Mapping) or not _light(data.get("corpus")):
+    if not isinstance(data, Mapping) or not is_light(data.get("corpus")):
         return
     corpus = build(data["corpus"], "data.corpus")
     if not isinstance(corpus, ShardFolders):

@@ -24,6 +24,8 @@ WITH_VALUE = (
 WITH_OPTIONAL_VALUE = ("--info", "-i")
 INFORMATION = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 CHOICES = {"--cfg": ("job", "hydra", "all"), "-c": ("job", "hydra", "all")}
+SWEEPS = ("train",)
+"""Verbs that run several times with -m."""
 FLAGS = (*SWITCHES, *SWITCHES_OF_COMPLETION, *WITH_VALUE, *WITH_OPTIONAL_VALUE)
 """The flags of Hydra 1.3."""
 
@@ -81,6 +83,8 @@ def check(verb: str, argv: Sequence[str]) -> str | None:
                 return f"{name} {value or ''} is unknown; use {name} {', '.join(CHOICES[name])}.".replace("  ", " ")
         elif name in WITH_VALUE and value_of(argv, name) is None:
             return f"{name} needs a value."
+        if name in ("-m", "--multirun") and verb not in SWEEPS:
+            return f"{name} makes sweeps of {' and '.join(SWEEPS)}; run {verb} once for each setting."
         if name in known or any(len(name) > 3 and flag.startswith(name) for flag in known):
             continue
         setting = name.lstrip("-").replace("-", "_")

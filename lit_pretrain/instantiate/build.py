@@ -19,6 +19,8 @@ from lit_pretrain.instantiate.nearest import nearest
 from lit_pretrain.instantiate.signatures import Accepted, accepted, mismatch
 
 DIRECTIVES = ("_target_", "_partial_", "_args_", "_convert_", "_recursive_")
+NEEDED = "needs it."
+"""How the message about a missing setting ends."""
 
 
 def locate(path: object, where: str) -> Any:
@@ -71,7 +73,7 @@ def validate(node: Any, where: str, *, given: Collection[str] = ()) -> None:
     if takes is not None and not node.get("_partial_") and not node.get("_args_"):
         missing = sorted(takes.required - set(node) - set(given))
         if missing:
-            raise ConfigError(f"{where}.{missing[0]} must be given: {node['_target_']} needs it.")
+            raise ConfigError(f"{where}.{missing[0]} must be given: {node['_target_']} {NEEDED}")
 
 
 def _validate_setting(key: str, value: Any, where: str, owner: str, takes: Accepted | None) -> None:

@@ -29,8 +29,8 @@ def run(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
 
 WRONG_WORDS = {
     ("trian",): "'trian' is not a verb; did you mean 'train'?",
-    ("evaluate-model",): "'evaluate-model' is not a verb; known: generate, train.",
-    ("model=gpt",): "a verb must come first (train, generate); did you mean: lit-pretrain train model=gpt",
+    ("zzz",): f"'zzz' is not a verb; known: {', '.join(sorted(VERBS))}.",
+    ("model=gpt",): f"a verb must come first ({', '.join(VERBS)}); did you mean: lit-pretrain train model=gpt",
     ("-m", "seed=1,2"): "did you mean: lit-pretrain train -m seed=1,2",
     ("train", "--lr=1"): "--lr is not a flag of lit-pretrain train; settings have no dashes: lr=1",
     ("train", "--multi-run"): "--multi-run is not a flag of lit-pretrain train; did you mean '--multirun'?",
@@ -39,6 +39,10 @@ WRONG_WORDS = {
     ("train", "--cfg"): "--cfg is unknown; use --cfg job, hydra, all.",
     ("train", "--config-dir"): "--config-dir needs a value.",
     ("generate", "--prompt=hi"): "--prompt is not a flag of lit-pretrain generate; settings have no dashes: prompt=hi",
+    ("generate", "-m", "run=x"): "-m makes sweeps of train; run generate once for each setting.",
+    ("explain", "--multirun", "seed=1,2"): "--multirun makes sweeps of train; run explain once for each setting.",
+    ("explain", "demo"): "'demo': a setting is written name=value, a choice group=option, a removal ~name.",
+    ("explian", "experiment=demo"): "'explian' is not a verb; did you mean 'explain'?",
 }
 
 
@@ -199,6 +203,48 @@ def test_generate_without_a_whole_run(
     assert err.count("\n") == 1
 
 
+WRONG_EXPLANATIONS = {
+    "modle=x": "modle is not a setting of explain; did you mean 'module' or 'model'?",
+    "optimizer.lrr=1": "optimizer.lrr is not a setting of optimizer; did you mean 'lr'?",
+    "experiment=demos": "experiment=demos does not exist; did you mean 'demo'?",
+    "explain.devise=H100": "explain.devise is not a setting of explain; did you mean 'device'?",
+    "explain.device=abacus": "explain.device=abacus is not in the table; use one of GB200, B200",
+    "explain.utilisation=2": "explain.utilisation=2 must be above 0 and at most 1; 0.4 is usual.",
+    "length.steps=1,2": "length.steps=1,2: several values make a sweep, which needs -m;",
+}
+
+
+@pytest.mark.parametrize(("word", "sentence"), WRONG_EXPLANATIONS.items(), ids=list(WRONG_EXPLANATIONS))
+def test_wrong_explanations(capfd: pytest.CaptureFixture[str], word: str, sentence: str) -> None:
+    code, out, err = run(capfd, "explain", "length.steps=4", word)
+    assert (code, out) == (1, "")
+    assert sentence in err
+    assert err.count("\n") == 1
+
+
+COMPOSED = (
+    "length.",
+    "~length",
+    "batch.",
+    "seed",
+    "data.corpus",
+    "data=",
+    "trainer.devices",
+    "trainer.num",
+    "model.n_",
+)
+"""What Hydra composes, and only the values are wrong: explain goes on and lists it."""
+
+
+@pytest.mark.parametrize("word", [word for word in WRONG_SETTINGS if word.startswith(COMPOSED)])
+def test_explain_says_what_train_says(capfd: pytest.CaptureFixture[str], word: str) -> None:
+    code, out, err = run(capfd, "explain", *TRAIN[1:], "length.steps=4", word)
+    assert code == 1
+    assert err.count("\n") == 1
+    # A value with a hole in its grammar stops the composition.
+    assert WRONG_SETTINGS[word] in (out.split("\nillegal\n")[1] if out else err)
+
+
 # What works
 
 
@@ -212,13 +258,15 @@ def test_usage_explains_the_verbs(capfd: pytest.CaptureFixture[str], words: list
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_verbs_help_and_configuration(capfd: pytest.CaptureFixture[str], verb: str) -> None:
-    code, out, err = run(capfd, verb, *TRAIN[1:] if verb == "train" else [], "--help")
+    words = [verb, *TRAIN[1:]] if verb in ("train", "explain") else [verb]
+    code, out, err = run(capfd, *words, "--help")
     assert (code, err) == (0, "")
     assert out.startswith(f"lit-pretrain {verb}")
-    assert "seed:" in out
-    code, out, err = run(capfd, verb, *TRAIN[1:] if verb == "train" else [], "--cfg", "job")
+    setting = {"train": "seed:", "explain": "utilisation:", "generate": "seed:"}.get(verb, ": ")
+    assert setting in out
+    code, out, err = run(capfd, *words, "--cfg", "job")
     assert (code, err) == (0, "")
-    assert "seed:" in out
+    assert setting in out
 
 
 def test_info(workplace: Path) -> None:
@@ -244,7 +292,10 @@ def test_a_users_folder_extends_ours(capfd: pytest.CaptureFixture[str], workplac
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("lit-pretrain ", "train generate"),
+        ("lit-pretrain ", " ".join(VERBS)),
+        ("lit-pretrain expl", "explain"),
+        ("lit-pretrain explain schedule=warm", "schedule=warmup_cosine"),
+        ("lit-pretrain explain explain.dev", "explain.device="),
         ("lit-pretrain ge", "generate"),
         ("lit-pretrain train optimi", "optimized_metric=\toptimizer=\toptimizer."),
         ("lit-pretrain train schedule=warm", "schedule=warmup_cosine"),

@@ -1,0 +1,43 @@
+"""Plain text with aligned columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Section:
+    """Rows of a name and a text under a title.
+
+    Args:
+        title: Above the rows; empty for none.
+        rows: Name and text.
+    """
+
+    title: str
+    rows: Sequence[tuple[str, str]]
+
+
+def layout(sections: Sequence[Section]) -> str:
+    """Sections one below the other, all texts in one column."""
+    width = max((len(name) for section in sections for name, _ in section.rows), default=0)
+    blocks = []
+    for section in sections:
+        lines = [section.title] if section.title else []
+        lines += [f"  {name:<{width}}  {text}".rstrip() for name, text in section.rows]
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) + "\n"
+
+
+def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table: the first column to the left, the others to the right."""
+    table = [header, *rows]
+    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
+    return "".join(
+        "  ".join(
+            f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        + "\n"
+        for row in table
+    )
