@@ -23,6 +23,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)  ## Pretrain a small GPT on text of this machine, then let it write
+	@if [ -e outputs/demo ]; then old=outputs/demo-$$(date +%Y%m%d-%H%M%S); \
+	  echo "==> Keeping the earlier demo as $$old"; mv outputs/demo $$old; fi
 	@echo "==> Training: lit-pretrain train experiment=demo run_id=demo"
 	@$(BIN)/lit-pretrain train experiment=demo run_id=demo
 	@echo "==> Sampling: lit-pretrain generate run=outputs/demo"

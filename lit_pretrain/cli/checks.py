@@ -75,6 +75,7 @@ def _each(config: Mapping[str, Any], *, multirun: bool) -> list[Callable[[], Non
     return [
         *(partial(_key, str(key)) for key in config),
         lambda: _seed(config["seed"]),
+        lambda: _folder(config),
         lambda: _length(config),
         lambda: _model(config),
         lambda: _corpus(config),
@@ -94,6 +95,13 @@ def _seed(seed: object) -> None:
 
 def _length(config: Mapping[str, Any]) -> None:
     derive.whole("batch.sequence_length", config["batch"]["sequence_length"])
+
+
+def _folder(config: Mapping[str, Any]) -> None:
+    """Without a name of its own a run would land in the folder that holds all runs, or in the root of the disk."""
+    for key, example in (("run_id", "run_id=first"), ("output_root", "output_root=outputs")):
+        if config[key] is None or not str(config[key]).strip():
+            raise ConfigError(f"{key}={config[key]!r} must name a folder, such as {example}; or leave it out.")
 
 
 def is_light(node: object) -> bool:

@@ -6,6 +6,7 @@ Neither torch nor Lightning is loaded here, unless this process is a rank itself
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lit_pretrain.cli import checks, launch, ranks, report, resolvers
 from lit_pretrain.cli.app import COMMAND_VARIABLE
+from lit_pretrain.cli.claim import InUseError, claimed
 from lit_pretrain.cli.resolvers import resolve
 from lit_pretrain.errors import ConfigError
 
@@ -45,7 +47,7 @@ def job(config: DictConfig) -> float | None:
             raise ConfigError(f"optimized_metric={metric} was not logged by the run; known: {known}.")
         return float(result["metrics"][metric])
     except Exception as e:
-        if ranks.is_rank_zero():
+        if ranks.is_rank_zero() and (multirun or not isinstance(e, InUseError)):
             words = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)  # ${...} stays a word
             report.write(run_dir, [str(word) for word in words or ()], e)
         if multirun:
@@ -57,12 +59,14 @@ def _run(config: DictConfig, run_dir: Path, *, multirun: bool) -> dict[str, Any]
     plain = resolve(config)
     checks.check(plain, multirun=multirun)
     outer = ranks.external()
-    if outer is None or outer.rank == 0:
-        checks.writable(run_dir)
-        save(plain, run_dir / launch.RESOLVED)
-    if outer is None and not plain["run"]["inline"]:
-        in_worker = os.environ.get(COMMAND_VARIABLE) not in (None, str(os.getpid()))
-        return launch.run(run_dir, plain["run"]["num_processes"], orphan_of=os.getppid() if in_worker else None)
-    from lit_pretrain.instantiate.job import train
+    with ExitStack() as stack:
+        if outer is None or outer.rank == 0:
+            checks.writable(run_dir)
+            stack.enter_context(claimed(run_dir))
+            save(plain, run_dir / launch.RESOLVED)
+        if outer is None and not plain["run"]["inline"]:
+            in_worker = os.environ.get(COMMAND_VARIABLE) not in (None, str(os.getpid()))
+            return launch.run(run_dir, plain["run"]["num_processes"], orphan_of=os.getppid() if in_worker else None)
+        from lit_pretrain.instantiate.job import train
 
-    return train(plain)
+        return train(plain)

@@ -73,6 +73,8 @@ WRONG_SETTINGS = {
     "+optimizer.lr=1": "optimizer.lr exists already; write optimizer.lr=... without the +.",
     "~length": "trainer.max_steps follows from length.steps, which is not there.",
     # values
+    "run_id=": "run_id='' must name a folder, such as run_id=first; or leave it out.",
+    "output_root=null": "output_root=None must name a folder, such as output_root=outputs; or leave it out.",
     "length.steps=null": "no length of training is given; set one of length.steps, length.tokens and length.epochs.",
     "length.tokens=5000": "length.steps=4 and length.tokens=5000 disagree: 5000 tokens are 10 steps of 512 tokens",
     "length.epochs=1": "length.epochs=1 and length.steps=4 are both given; set one of them to null.",
@@ -161,6 +163,19 @@ def test_what_a_users_file_merges_in_is_checked_too(capfd: pytest.CaptureFixture
     )
     assert code == 1
     assert "optimiser is not a setting of train; did you mean 'optimizer'?" in err
+
+
+def test_an_earlier_run_is_not_touched(capfd: pytest.CaptureFixture[str], workplace: Path) -> None:
+    saved = workplace / "outputs" / "one" / "checkpoints" / "last.ckpt"
+    saved.parent.mkdir(parents=True)
+    saved.write_bytes(b"weights")
+    code, _, err = run(capfd, *TRAIN, "run_id=one", "length.steps=4", "debug=fast")
+    assert code == 1
+    assert "holds an earlier run with the checkpoint last.ckpt" in err
+    assert err.count("\n") == 1
+    assert saved.read_bytes() == b"weights"
+    left = {p.name for p in saved.parents[1].iterdir()}
+    assert left.isdisjoint({"resolved.yaml", "result.json", "failure.json"})
 
 
 def test_every_failed_job_of_a_sweep_is_printed(capfd: pytest.CaptureFixture[str], workplace: Path) -> None:
