@@ -60,6 +60,8 @@ def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     """The environment of a rank that we start: ours, less :data:`RANK_VARIABLES`, plus what torchrun would set."""
     env = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
     env.setdefault("OMP_NUM_THREADS", str(max(1, _usable_cores() // world_size)))
+    # Threads that wait by spinning starve each other as soon as anything else runs on the machine (docs/log.md).
+    env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return env | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
