@@ -13,7 +13,8 @@ from collections.abc import Sequence
 VERBS = {
     "train": "pretrain a model, or several with -m",
     "explain": "what train would do with the same words, and what is wrong or doubtful about it",
-    "generate": "continue a prompt with a trained model",
+    "generate": "continue prompts with a trained model",
+    "evaluate": "how well a trained model predicts its held-out text, or any other",
 }
 
 EXAMPLES = """\

@@ -99,6 +99,7 @@ def run_verb(verb: str, argv: list[str]) -> int:
     Returns:
         The exit code; see :func:`lit_pretrain.cli.main`.
     """
+    argv = flags.named(verb, argv)
     wrong = flags.check(verb, argv)
     if wrong is not None:
         return _complain(wrong, code=2)

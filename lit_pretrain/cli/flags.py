@@ -26,6 +26,8 @@ INFORMATION = ("all", "config", "defaults", "defaults-tree", "plugins", "searchp
 CHOICES = {"--cfg": ("job", "hydra", "all"), "-c": ("job", "hydra", "all")}
 SWEEPS = ("train",)
 """Verbs that run several times with -m."""
+POSITIONAL = {"generate": "run", "evaluate": "run", "inspect": "run"}
+"""Verb to the setting that one bare word stands for."""
 FLAGS = (*SWITCHES, *SWITCHES_OF_COMPLETION, *WITH_VALUE, *WITH_OPTIONAL_VALUE)
 """The flags of Hydra 1.3."""
 
@@ -57,6 +59,16 @@ def arranged(argv: Sequence[str]) -> list[str]:
     """The same command line with its flags first: Hydra refuses settings on both sides of a flag."""
     found, rest = _split(argv)
     return [*found, *rest]
+
+
+def named(verb: str, argv: Sequence[str]) -> list[str]:
+    """The same command line with a verb's one bare word written as the setting that it stands for."""
+    found, rest = _split(argv)
+    name = POSITIONAL.get(verb)
+    bare = [word for word in rest if "=" not in word and not word.startswith("~")]
+    if name is None or len(bare) != 1 or any(word.startswith(f"{name}=") for word in rest):
+        return list(argv)
+    return [*found, *(f"{name}={word}" if word in bare else word for word in rest)]
 
 
 def value_of(argv: Sequence[str], *names: str) -> str | None:
