@@ -131,8 +131,26 @@ class Manifest:
             raise
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path} is damaged ({error}); write the folder again.") from error
+        wrong = _first_of_another_type(manifest)
+        if wrong is not None:
+            raise DataError(f"{path} is damaged ({wrong}); write the folder again.")
+        if manifest.eos_id is not None and not 0 <= manifest.eos_id < manifest.vocab_size:
+            raise DataError(f"{path} has eos_id={manifest.eos_id}, beyond vocab_size={manifest.vocab_size}.")
         if manifest.num_tokens != content.get("num_tokens"):
             raise DataError(f"{path} is damaged: its shards do not add up to {content.get('num_tokens')} tokens.")
         if manifest.dtype not in ("uint8", "uint16", "uint32"):
             raise DataError(f"{path} has dtype {manifest.dtype!r}; use uint8, uint16 or uint32.")
         return manifest
+
+
+def _first_of_another_type(manifest: Manifest) -> str | None:
+    """The first field that JSON gave as another type than it has, with its value; None where all is well."""
+    owners: list[Manifest | ShardInfo] = [manifest, *manifest.shards]
+    for owner in owners:
+        for field in dataclasses.fields(owner):
+            value = getattr(owner, field.name)
+            kind = str if field.type == "str" else int
+            optional = field.type == "int | None" and value is None
+            if field.name != "shards" and not optional and type(value) is not kind:
+                return f"{field.name} is {value!r}"
+    return None

@@ -37,8 +37,9 @@ class TokenizerFile:
     def __init__(self, path: Path | str, *, eos_token: str = EOS_TOKEN) -> None:
         self.path = Path(path)
         with readable_errors(self.path, doing="read"):
-            text = self.path.read_text(encoding="utf-8")
+            raw = self.path.read_bytes()
         try:
+            text = raw.decode()
             self._tokenizer: Tokenizer = Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{self.path} is not a tokenizer.json ({error}); write it again.") from error

@@ -15,7 +15,7 @@ from lit_pretrain.corpus import BatchPlan, SkipList, TokenizerFile, WeightSchedu
 from lit_pretrain.data._compat import batches_read, rescale_restored_batches
 from lit_pretrain.data.identity import PlanIdentity
 from lit_pretrain.data.loader import Batch, PlanLoader
-from lit_pretrain.data.opened import OpenedCorpus, open_corpus
+from lit_pretrain.data.opened import OpenedCorpus, check_ids, open_corpus
 from lit_pretrain.data.replica import Replica
 from lit_pretrain.data.validation import shard_rows, validation_rows
 from lit_pretrain.errors import ConfigError
@@ -254,6 +254,9 @@ class TokenDataModule(pl.LightningDataModule):
             window=window,
             isolate_documents=self.isolate_documents,
             padding=self._open().eos_id or 0,
+        )
+        check_ids(
+            arrays["ids"], arrays["targets"], [sources[of] for of in source], window, vocab_size=self._open().vocab_size
         )
         batch: Batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
         batch["source"] = torch.from_numpy(np.maximum(source, 0))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lit_pretrain.corpus import TokenizerFile, TokenStream, Windows, check_alike, open_tokens
-from lit_pretrain.errors import ConfigError
+from lit_pretrain.errors import ConfigError, DataError
 from lit_pretrain.specs import PreparedCorpus
 
 
@@ -53,7 +56,8 @@ def open_corpus(found: PreparedCorpus, *, sequence_length: int, isolate_document
     info = streams[0].info
     if info.vocab_size is None:
         raise ConfigError(
-            f"corpus.vocab_size is not set and {streams[0].path} does not say it; set it, or corpus.tokenizer."
+            f"data.corpus.vocab_size is not set and {streams[0].path} does not say it; set it, or "
+            "data.corpus.tokenizer."
         )
     if isolate_documents:
         for stream in streams:
@@ -69,4 +73,38 @@ def open_corpus(found: PreparedCorpus, *, sequence_length: int, isolate_document
         tokenizer=tokenizer,
         vocab_size=info.vocab_size,
         eos_id=info.eos_id,
+    )
+
+
+def check_ids(
+    ids: NDArray[np.int64],
+    targets: NDArray[np.int64],
+    sources: Sequence[Windows],
+    window: NDArray[np.int64],
+    *,
+    vocab_size: int,
+) -> None:
+    """Refuse ids that a model has no row for. A manifest vouches for its files, and files can change after it.
+
+    Costs microseconds a batch.
+
+    Args:
+        ids: Of a batch, (B, T).
+        targets: (B, T).
+        sources: Where each row comes from, (B,).
+        window: Which window of it, (B,).
+        vocab_size: Ids run from 0 to ``vocab_size - 1``.
+
+    Raises:
+        DataError: Naming the file and the place.
+    """
+    if max(int(ids.max()), int(targets.max())) < vocab_size:
+        return
+    largest = np.maximum(ids, targets).max(axis=1)
+    row = int(largest.argmax())
+    place = int(window[row]) * ids.shape[1]
+    raise DataError(
+        f"{sources[row].stream.path} holds the id {largest[row]} near token {place}, beyond vocab_size={vocab_size}: "
+        "it "
+        "was changed after it was written; write it again."
     )

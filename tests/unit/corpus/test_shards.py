@@ -144,6 +144,12 @@ def drop_a_document(folder: Path) -> None:
     (folder / "manifest.json").write_text(json.dumps(content))
 
 
+def text_for_a_number(folder: Path) -> None:
+    content = json.loads((folder / "manifest.json").read_text())
+    content["shards"][0]["num_bytes"] = "14"
+    (folder / "manifest.json").write_text(json.dumps(content))
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
@@ -159,6 +165,9 @@ def drop_a_document(folder: Path) -> None:
         (edit(dtype="float32"), "use uint8, uint16 or uint32"),
         (edit(vocab_size=999), "holds the id 999, beyond vocab_size=999"),
         (edit(num_tokens=8), "do not add up to 8 tokens"),
+        (edit(vocab_size="1000"), "is damaged .vocab_size is '1000'"),
+        (edit(eos_id=1000), "eos_id=1000, beyond vocab_size=1000"),
+        (text_for_a_number, "is damaged .num_bytes is '14'"),
         (drop_a_document, "in 3 documents"),
     ],
 )

@@ -97,5 +97,8 @@ def test_errors(tmp_path: Path, tokenizer: TokenizerFile) -> None:
     (tmp_path / "b.json").write_text("{}")
     with pytest.raises(DataError, match=r"not a tokenizer\.json"):
         TokenizerFile(tmp_path / "b.json")
+    (tmp_path / "c.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match=r"not a tokenizer\.json"):
+        TokenizerFile(tmp_path / "c.json")
     with pytest.raises(DataError, match="no token '</s>'"):
         TokenizerFile(tokenizer.path, eos_token="</s>")
