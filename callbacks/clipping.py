@@ -65,11 +65,15 @@ class GradientClipping(Callback):
         max_consecutive_skips: int = 10,
     ) -> None:
         if not max_norm > 0:
-            raise ConfigError(f"clipping.max_norm={max_norm} must be above 0; use inf to measure without clipping.")
+            raise ConfigError(
+                f"callbacks.clipping.max_norm={max_norm} must be above 0; use inf to measure without clipping."
+            )
         if non_finite not in ("error", "skip", "ignore"):
-            raise ConfigError(f"clipping.non_finite={non_finite!r} is unknown; use one of error, skip, ignore.")
+            raise ConfigError(
+                f"callbacks.clipping.non_finite={non_finite!r} is unknown; use one of error, skip, ignore."
+            )
         if max_consecutive_skips < 1:
-            raise ConfigError(f"clipping.max_consecutive_skips={max_consecutive_skips} must be at least 1.")
+            raise ConfigError(f"callbacks.clipping.max_consecutive_skips={max_consecutive_skips} must be at least 1.")
         self.max_norm = float(max_norm)
         self.non_finite = non_finite
         self.max_consecutive_skips = max_consecutive_skips
@@ -232,5 +236,5 @@ def _first_non_finite(pl_module: LightningModule, values: Sequence[tuple[nn.Para
 def _stop(step: int, what: str) -> FloatingPointError:
     return FloatingPointError(
         f"Update {step}: {what}. Look at the batch and the learning rate of that update; "
-        "clipping.non_finite=skip drops such updates instead."
+        "callbacks.clipping.non_finite=skip drops such updates instead."
     )

@@ -50,7 +50,7 @@ class PretrainProgress(TQDMProgressBar):
         super().__init__()
         for name, value in (("interval_s", interval_s), ("refresh_s", refresh_s)):
             if value < 0:
-                raise ConfigError(f"progress.{name}={value} must be at least 0.")
+                raise ConfigError(f"callbacks.progress.{name}={value} must be at least 0.")
         check_tokens_per_batch(tokens_per_batch, owner="progress")
         self.interval_s = interval_s
         self.refresh_s = refresh_s

@@ -38,7 +38,7 @@ class RunRecord(Callback):
         self, config: Mapping[str, Any] | str | Path, *, metrics: Sequence[str] = ("val/loss", "train/loss")
     ) -> None:
         if isinstance(metrics, str):
-            raise ConfigError(f"run_record.metrics={metrics!r} must be a list of names.")
+            raise ConfigError(f"callbacks.record.metrics={metrics!r} must be a list of names.")
         self.config = config
         self.metrics = list(metrics)
         self._end: Any = None
@@ -81,7 +81,9 @@ class RunRecord(Callback):
         try:
             return plain(yaml.safe_load(Path(self.config).read_text(encoding="utf-8")) or {})
         except (OSError, yaml.YAMLError) as error:
-            raise ConfigError(f"run_record.config={str(self.config)!r} cannot be read as YAML: {error}") from error
+            raise ConfigError(
+                f"callbacks.record.config={str(self.config)!r} cannot be read as YAML: {error}"
+            ) from error
 
 
 def plain(value: Any) -> Any:

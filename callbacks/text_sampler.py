@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
@@ -67,13 +68,21 @@ class TextSampler(Callback):
         seed: int = 0,
         tokenizer: Codec | None = None,
     ) -> None:
-        if isinstance(prompts, str) or not prompts or not all(prompts):
-            raise ConfigError(f"text_sampler.prompts={prompts!r} must be a list of at least one prompt, none empty.")
+        texts = isinstance(prompts, Sequence) and all(isinstance(prompt, str) and prompt for prompt in prompts)
+        if isinstance(prompts, str) or not prompts or not texts:
+            raise ConfigError(
+                f"callbacks.sampler.prompts={prompts!r} must be a list of at least one prompt, each a text that is not "
+                "empty."
+            )
         for name, value in (("every_n_steps", every_n_steps), ("max_new_tokens", max_new_tokens)):
             if value < 1:
-                raise ConfigError(f"text_sampler.{name}={value} must be at least 1.")
-        if temperature < 0:
-            raise ConfigError(f"text_sampler.temperature={temperature} must be at least 0.")
+                raise ConfigError(f"callbacks.sampler.{name}={value} must be at least 1.")
+        if not 0 <= temperature < math.inf:
+            raise ConfigError(f"callbacks.sampler.temperature={temperature} must be a finite number of at least 0.")
+        if top_k is not None and top_k < 1:
+            raise ConfigError(f"callbacks.sampler.top_k={top_k} must be at least 1, or null for all tokens.")
+        if top_p is not None and not 0 < top_p <= 1:
+            raise ConfigError(f"callbacks.sampler.top_p={top_p} must be above 0 and at most 1, or null for all tokens.")
         self.prompts = list(prompts)
         self.every_n_steps = every_n_steps
         self.max_new_tokens = max_new_tokens
@@ -97,7 +106,7 @@ class TextSampler(Callback):
         self._codec = self.tokenizer or getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
         if self._codec is None:
             raise ConfigError(
-                "TextSampler has no tokenizer: set text_sampler.tokenizer, or use a data module with one."
+                "TextSampler has no tokenizer: set callbacks.sampler.tokenizer, or use a data module with one."
             )
         self._ids = [list(self._codec.encode(prompt)) for prompt in self.prompts]
         self._sampled_at, self._said_so = -1, False

@@ -60,12 +60,12 @@ class ThroughputMonitor(Callback):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if window < 1:
-            raise ConfigError(f"throughput.window={window} must be at least 1.")
+            raise ConfigError(f"callbacks.throughput.window={window} must be at least 1.")
         if ignore_updates < 0:
-            raise ConfigError(f"throughput.ignore_updates={ignore_updates} must be at least 0.")
+            raise ConfigError(f"callbacks.throughput.ignore_updates={ignore_updates} must be at least 0.")
         for name, value in (("flops_per_token", flops_per_token), ("peak_flops", peak_flops)):
             if value is not None and value != "auto" and not float(value) > 0:
-                raise ConfigError(f"throughput.{name}={value} must be above 0.")
+                raise ConfigError(f"callbacks.throughput.{name}={value} must be above 0.")
         check_tokens_per_batch(tokens_per_batch, owner="throughput")
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops
@@ -91,7 +91,9 @@ class ThroughputMonitor(Callback):
         if self._flops is not None and self.peak_flops is not None:
             self._peak = self._peak_of(pl_module) if self.peak_flops == "auto" else float(self.peak_flops)
             if self._peak is None:
-                rank_zero_warn(f"No peak FLOP/s is known for {self._device}; set throughput.peak_flops for perf/mfu.")
+                rank_zero_warn(
+                    f"No peak FLOP/s is known for {self._device}; set callbacks.throughput.peak_flops for perf/mfu."
+                )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """The wait for data is over."""

@@ -63,16 +63,16 @@ class DefaultCorpus:
         known = known_domains()
         self.domains = [str(name) for name in domains]
         if not self.domains or len(set(self.domains)) != len(self.domains):
-            raise ConfigError(f"corpus.domains={self.domains} must name at least one domain, each once.")
+            raise ConfigError(f"data.corpus.domains={self.domains} must name at least one domain, each once.")
         for name in self.domains:
             if name not in known:
-                raise ConfigError(f"corpus.domains holds {name!r}, which is unknown; use {' or '.join(known)}.")
+                raise ConfigError(f"data.corpus.domains holds {name!r}, which is unknown; use {' or '.join(known)}.")
         if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 257:
-            raise ConfigError(f"corpus.vocab_size={vocab_size!r} must be a whole number of at least 257.")
+            raise ConfigError(f"data.corpus.vocab_size={vocab_size!r} must be a whole number of at least 257.")
         if not 0.0 < validation_fraction < 1.0:
-            raise ConfigError(f"corpus.validation_fraction={validation_fraction} must be above 0 and below 1.")
+            raise ConfigError(f"data.corpus.validation_fraction={validation_fraction} must be above 0 and below 1.")
         if max_bytes is not None and max_bytes < 1:
-            raise ConfigError(f"corpus.max_bytes={max_bytes} must be at least 1, or null for no limit of yours.")
+            raise ConfigError(f"data.corpus.max_bytes={max_bytes} must be at least 1, or null for no limit of yours.")
         self.vocab_size = vocab_size
         self.validation_fraction = float(validation_fraction)
         self.max_bytes = max_bytes
@@ -150,7 +150,7 @@ class DefaultCorpus:
                     if not texts:
                         raise DataError(
                             f"The domain {name!r} ({domain.title}) gives no document for {split} on this machine; "
-                            "leave it out of corpus.domains or use shards of your own."
+                            "leave it out of data.corpus.domains or use shards of your own."
                         )
             progress.step("training the tokenizer")
             train = (text for name in self.domains for text in splits[name]["train"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from lit_pretrain.corpus.reader import TokenStream, open_tokens
@@ -39,17 +40,19 @@ class ShardFolders:
         dtype: str = "uint16",
     ) -> None:
         if not sources:
-            raise ConfigError("corpus.sources is empty; give it at least one name: folder.")
+            raise ConfigError("data.corpus.sources is empty; give it at least one name: folder.")
         self.sources = {str(name): Path(path).expanduser() for name, path in sources.items()}
         self.validation = {str(name): Path(path).expanduser() for name, path in (validation or {}).items()}
         for name in self.validation:
             if name not in self.sources:
                 raise ConfigError(
-                    f"corpus.validation names {name!r}, which is not among corpus.sources "
+                    f"data.corpus.validation names {name!r}, which is not among data.corpus.sources "
                     f"({', '.join(self.sources)}); use the same names."
                 )
         if tokenizer is not None and (vocab_size is not None or eos_id is not None):
-            raise ConfigError("corpus.tokenizer already says vocab_size and eos_id; set one or the other.")
+            raise ConfigError("data.corpus.tokenizer already says vocab_size and eos_id; set one or the other.")
+        if dtype not in ("uint8", "uint16", "uint32"):
+            raise ConfigError(f"data.corpus.dtype={dtype!r} is no type for token ids; use uint8, uint16 or uint32.")
         self.tokenizer = None if tokenizer is None else Path(tokenizer).expanduser()
         self.vocab_size, self.eos_id, self.eos_token, self.dtype = vocab_size, eos_id, eos_token, dtype
 
@@ -84,14 +87,25 @@ class ShardFolders:
     def _open(self) -> list[TokenStream]:
         vocab_size, eos_id, tokenizer_hash = self.vocab_size, self.eos_id, ""
         if self.tokenizer is not None:
-            tokenizer = TokenizerFile(self.tokenizer, eos_token=self.eos_token)
+            with _named("data.corpus.tokenizer"):
+                tokenizer = TokenizerFile(self.tokenizer, eos_token=self.eos_token)
             vocab_size, eos_id, tokenizer_hash = tokenizer.vocab_size, tokenizer.eos_id, tokenizer.content_hash
-        streams = [
-            open_tokens(path, dtype=self.dtype, vocab_size=vocab_size, eos_id=eos_id)
-            for path in (*self.sources.values(), *self.validation.values())
-        ]
+        streams = []
+        for setting, paths in (("sources", self.sources), ("validation", self.validation)):
+            for name, path in paths.items():
+                with _named(f"data.corpus.{setting}.{name}"):
+                    streams.append(open_tokens(path, dtype=self.dtype, vocab_size=vocab_size, eos_id=eos_id))
         check_alike(streams, tokenizer_hash=tokenizer_hash)
         return streams
+
+
+@contextmanager
+def _named(setting: str) -> Iterator[None]:
+    """Say which setting led to a file that is missing or damaged."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{setting}: {error}") from error
 
 
 def check_alike(streams: list[TokenStream], *, tokenizer_hash: str = "") -> None:

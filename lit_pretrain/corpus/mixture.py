@@ -32,9 +32,9 @@ class WeightSchedule:
 
     def __init__(self, points: Sequence[Sequence[Any]], *, unit: Literal["steps", "tokens"] = "steps") -> None:
         if unit not in ("steps", "tokens"):
-            raise ConfigError(f"weights.unit={unit!r} is unknown; use steps or tokens.")
+            raise ConfigError(f"data.weights.unit={unit!r} is unknown; use steps or tokens.")
         if not points:
-            raise ConfigError("weights.points is empty; give at least one point (0, {source: weight}).")
+            raise ConfigError("data.weights.points is empty; give at least one point (0, {source: weight}).")
         self.unit = unit
         self.points: list[tuple[int, dict[str, float]]] = []
         for point in points:
@@ -42,15 +42,15 @@ class WeightSchedule:
                 at, weights = point
                 values = {str(name): float(weight) for name, weight in dict(weights).items()}
             except (TypeError, ValueError) as error:
-                raise ConfigError(f"weights point {point!r} must be a pair (at, {{source: weight}}).") from error
+                raise ConfigError(f"data.weights point {point!r} must be a pair (at, {{source: weight}}).") from error
             _check_weights(values)
             if isinstance(at, bool) or not isinstance(at, int) or at < 0:
-                raise ConfigError(f"weights point at {at!r} must be a whole number of at least 0.")
+                raise ConfigError(f"data.weights point at {at!r} must be a whole number of at least 0.")
             if self.points and at <= self.points[-1][0]:
-                raise ConfigError(f"weights point at {at} must come after the one at {self.points[-1][0]}.")
+                raise ConfigError(f"data.weights point at {at} must come after the one at {self.points[-1][0]}.")
             if self.points and set(values) != set(self.points[0][1]):
                 raise ConfigError(
-                    f"weights point at {at} names the sources {sorted(values)}, the first point "
+                    f"data.weights point at {at} names the sources {sorted(values)}, the first point "
                     f"{sorted(self.points[0][1])}; name the same sources in all, with weight 0 where unused."
                 )
             self.points.append((at, values))
@@ -69,7 +69,8 @@ class WeightSchedule:
         """Raises ConfigError unless the schedule names exactly ``names``."""
         if set(self.sources) != set(names):
             raise ConfigError(
-                f"weights names the sources {sorted(self.sources)}, the corpus has {sorted(names)}; give each of them "
+                f"data.weights names the sources {sorted(self.sources)}, the corpus has {sorted(names)}; give each of "
+                "them "
                 "a weight, 0 where unused."
             )
 
@@ -99,12 +100,12 @@ class WeightSchedule:
 
 def _check_weights(weights: Mapping[str, float]) -> None:
     if not weights:
-        raise ConfigError("weights names no source; give each source a weight.")
+        raise ConfigError("data.weights names no source; give each source a weight.")
     for name, weight in weights.items():
         if not math.isfinite(weight) or weight < 0.0:
-            raise ConfigError(f"weights.{name}={weight} must be finite and at least 0.")
+            raise ConfigError(f"data.weights.{name}={weight} must be finite and at least 0.")
     if not any(weights.values()):
-        raise ConfigError(f"weights of {', '.join(weights)} are all 0; give at least one source a weight above 0.")
+        raise ConfigError(f"data.weights of {', '.join(weights)} are all 0; give at least one source a weight above 0.")
 
 
 def _row_sums(table: NDArray[np.float64]) -> NDArray[np.float64]:

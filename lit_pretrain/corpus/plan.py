@@ -27,10 +27,11 @@ class SkipList:
     def __init__(self, ranges: Sequence[Sequence[int]] = ()) -> None:
         merged: list[list[int]] = []
         for pair in ranges:
-            if len(pair) != 2 or any(isinstance(x, bool) or not isinstance(x, int) for x in pair):
-                raise ConfigError(f"skip entry {pair!r} must be a pair [low, high) of whole numbers.")
+            is_pair = isinstance(pair, Sequence) and len(pair) == 2
+            if not is_pair or any(isinstance(x, bool) or not isinstance(x, int) for x in pair):
+                raise ConfigError(f"data.skip entry {pair!r} must be a pair [low, high) of whole numbers.")
             if not 0 <= pair[0] < pair[1]:
-                raise ConfigError(f"skip entry {list(pair)} must have 0 <= low < high.")
+                raise ConfigError(f"data.skip entry {list(pair)} must have 0 <= low < high.")
         for low, high in sorted((int(p[0]), int(p[1])) for p in ranges):
             if merged and low <= merged[-1][1]:
                 merged[-1][1] = max(merged[-1][1], high)

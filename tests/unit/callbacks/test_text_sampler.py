@@ -137,10 +137,13 @@ def test_refusals(tmp_path):
         trainer(tmp_path, TextSampler(["a"], tokenizer=Letters()), max_steps=1).fit(Tiny(), loader())
     with pytest.raises(ConfigError, match="no tokenizer"):
         trainer(tmp_path, TextSampler(["a"]), max_steps=1).fit(Writer(), loader())
-    for bad in ([], [""], "abc"):
+    for bad in ([], [""], "abc", [1, 2], None):
         with pytest.raises(ConfigError, match="prompts="):
             TextSampler(bad)
     with pytest.raises(ConfigError, match="every_n_steps=0"):
         TextSampler(["a"], every_n_steps=0)
     with pytest.raises(ConfigError, match="temperature=-1"):
         TextSampler(["a"], temperature=-1)
+    for name, value in (("temperature", float("nan")), ("top_k", 0), ("top_p", 2.0), ("top_p", 0.0)):
+        with pytest.raises(ConfigError, match=f"callbacks.sampler.{name}={value}"):
+            TextSampler(["a"], **{name: value})

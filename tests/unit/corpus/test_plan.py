@@ -198,6 +198,7 @@ def test_skipping_against_a_list(pairs: list[tuple[int, int]]) -> None:
         (lambda: SkipList([(5, 5)]), r"skip entry \[5, 5\] must have 0 <= low < high"),
         (lambda: SkipList([(-1, 5)]), "0 <= low < high"),
         (lambda: SkipList([(1, 2, 3)]), "pair"),
+        (lambda: SkipList([3]), "data.skip entry 3 must be a pair"),  # type: ignore[list-item]
         (lambda: SkipList([(1, 2.5)]), "whole numbers"),  # type: ignore[list-item]
         (lambda: WeightSchedule([]), "at least one point"),
         (lambda: WeightSchedule([(0, {"a": 1})], unit="rows"), "use steps or tokens"),  # type: ignore[arg-type]

@@ -274,8 +274,22 @@ def test_a_tokenizer_of_other_shards(tmp_path: Path) -> None:
     assert module.token_bytes.tolist() == tokenizer.token_bytes().tolist()
     with pytest.raises(DataError, match="another tokenizer than the one given"):
         ShardFolders(sources={"a": other}, tokenizer=tokenizer.path).locate()
-    with pytest.raises(DataError, match="does not exist"):
+    with pytest.raises(DataError, match=r"^data\.corpus\.tokenizer: .*does not exist"):
         ShardFolders(sources={"a": own}, tokenizer=tmp_path / "none.json").locate()
+    with pytest.raises(DataError, match=r"^data\.corpus\.validation\.a: .*does not exist"):
+        ShardFolders(sources={"a": own}, validation={"a": tmp_path / "none"}).locate()
+
+
+@pytest.mark.parametrize("at", [0, T])  # an input, and a target that is no input of its row
+def test_ids_that_changed_after_the_manifest(tmp_path: Path, at: int) -> None:
+    with ShardWriter(tmp_path / "a", vocab_size=300, eos_id=0) as writer:
+        writer.add([1] * T)
+    ids = np.fromfile(tmp_path / "a" / "shard-00000.bin", "<u2")
+    ids[at] = 40_000
+    ids.tofile(tmp_path / "a" / "shard-00000.bin")
+    module = data(ShardFolders(sources={"a": tmp_path / "a"}), micro_batch_size=1, global_batch_size=1)
+    with pytest.raises(DataError, match=r"a holds the id 40000 near token 0, beyond vocab_size=300"):
+        module.read_train(0)
 
 
 def test_bare_files_need_a_vocabulary_that_fits(tmp_path: Path) -> None:
@@ -293,6 +307,8 @@ def test_bare_files_need_a_vocabulary_that_fits(tmp_path: Path) -> None:
 
 
 def test_contradicting_folders(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.corpus\.dtype='float32'"):
+        ShardFolders(sources={"a": tmp_path}, dtype="float32")
     with pytest.raises(ConfigError, match="sources is empty"):
         ShardFolders(sources={})
     with pytest.raises(ConfigError, match="names 'b', which is not among"):
