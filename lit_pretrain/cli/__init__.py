@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 VERBS = {
+    "prepare": "turn your own text into shards to train on",
     "train": "pretrain a model, or several with -m",
     "explain": "what train would do with the same words, and what is wrong or doubtful about it",
     "generate": "continue prompts with a trained model",
