@@ -16,6 +16,7 @@ VERBS = {
     "explain": "what train would do with the same words, and what is wrong or doubtful about it",
     "generate": "continue prompts with a trained model",
     "evaluate": "how well a trained model predicts its held-out text, or any other",
+    "inspect": "what a run is, how it ended, and which of its checkpoints can be read",
 }
 
 EXAMPLES = """\
@@ -25,6 +26,8 @@ examples:
   lit-pretrain train -m optimizer.lr=1e-3,3e-4 length.steps=1000 trainer.devices=2 strategy=ddp
   lit-pretrain explain model=gpt2-124m length.tokens=10e9 explain.device=H100
   lit-pretrain generate run=outputs/RUN prompt="Once upon a time"
+  lit-pretrain evaluate run=outputs/RUN text=FILE
+  lit-pretrain inspect outputs/RUN
 """
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 
@@ -30,14 +30,19 @@ def layout(sections: Sequence[Section]) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table: the first column to the left, the others to the right."""
+def columns(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> str:
+    """A table.
+
+    Args:
+        header: Names of the columns.
+        rows: Cells.
+        left: Columns to align on the left; the others are on the right.
+    """
     table = [header, *rows]
     widths = [max(len(row[i]) for row in table) for i in range(len(header))]
-    return "".join(
-        "  ".join(
-            f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        + "\n"
-        for row in table
-    )
+
+    def line(row: Sequence[str]) -> str:
+        cells = (f"{c:<{w}}" if i in left else f"{c:>{w}}" for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        return "  ".join(cells).rstrip() + "\n"
+
+    return "".join(line(row) for row in table)

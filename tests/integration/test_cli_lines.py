@@ -42,6 +42,12 @@ WRONG_WORDS = {
     ("generate", "-m", "run=x"): "-m makes sweeps of train; run generate once for each setting.",
     ("explain", "--multirun", "seed=1,2"): "--multirun makes sweeps of train; run explain once for each setting.",
     ("explain", "demo"): "'demo': a setting is written name=value, a choice group=option, a removal ~name.",
+    ("evaluate", "--multirun", "run=a,b"): "--multirun makes sweeps of train; run evaluate once for each setting.",
+    ("evaluate", "a", "b"): "'a': a setting is written name=value",
+    ("evaluate", "run=a", "b"): "'b': a setting is written name=value",
+    ("evaluate", "--text=x"): "--text is not a flag of lit-pretrain evaluate; settings have no dashes: text=x",
+    ("inspect", "-v", "a"): "-v is not a flag of lit-pretrain inspect; did you mean",
+    ("inspct", "a"): "'inspct' is not a verb; did you mean 'inspect'?",
     ("explian", "experiment=demo"): "'explian' is not a verb; did you mean 'explain'?",
 }
 
@@ -204,15 +210,31 @@ WRONG_RUNS = {
 }
 
 
-@pytest.mark.parametrize(("words", "sentence"), WRONG_RUNS.items())
-def test_generate_without_a_whole_run(
-    capfd: pytest.CaptureFixture[str], workplace: Path, words: tuple[str, ...], sentence: str
+# What every verb that reads a run says, whatever it would do with it.
+WRONG_EVALUATIONS = {
+    words: sentence
+    for words, sentence in WRONG_RUNS.items()
+    if not any(word.startswith(("tokenizer=", "promt=")) for word in words) and words != ("run=saved",)
+} | {
+    ("run=saved", "text=x.txt"): "there is no tokenizer at saved/tokenizer.json; name a",
+    ("run=saved", "txt=x"): "txt is not a setting of evaluate; did you mean 'text'?",
+    ("run=saved", "text=a,b.txt", "shards=x"): "shards and text are both given; keep one of them.",
+    ("saved", "text=[a,"): "text=[a,: the value cannot be read; lists are [a,b]",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("verb", "words", "sentence"),
+    [("generate", *row) for row in WRONG_RUNS.items()] + [("evaluate", *row) for row in WRONG_EVALUATIONS.items()],
+)
+def test_a_verb_without_a_whole_run(
+    capfd: pytest.CaptureFixture[str], workplace: Path, verb: str, words: tuple[str, ...], sentence: str
 ) -> None:
     for name, text in {"inside": "module: {}", "saved": "module: {}", "damaged": "a: [", "other": "a: 1"}.items():
         (workplace / name / "checkpoints").mkdir(parents=True)
         (workplace / name / "resolved.yaml").write_text(text)
     (workplace / "saved" / "checkpoints" / "last.ckpt").touch()
-    code, out, err = run(capfd, "generate", *words)
+    code, out, err = run(capfd, verb, *words)
     assert (code, out) == (1, "")
     assert sentence in err
     assert err.count("\n") == 1
@@ -309,6 +331,8 @@ def test_a_users_folder_extends_ours(capfd: pytest.CaptureFixture[str], workplac
     [
         ("lit-pretrain ", " ".join(VERBS)),
         ("lit-pretrain expl", "explain"),
+        ("lit-pretrain evaluate tex", "text="),
+        ("lit-pretrain inspect ver", "verify="),
         ("lit-pretrain explain schedule=warm", "schedule=warmup_cosine"),
         ("lit-pretrain explain explain.dev", "explain.device="),
         ("lit-pretrain ge", "generate"),
@@ -335,6 +359,8 @@ def test_nothing_heavy_is_loaded_and_nothing_left_behind(workplace: Path) -> Non
         "before = dict(os.environ), list(sys.argv)\n"
         f"assert main({[*TRAIN, 'length.steps=1', 'seed=-1']!r}) == 1\n"
         "assert main(['generate', 'run=nowhere']) == 1\n"
+        "assert main(['evaluate', 'nowhere']) == 1\n"
+        "assert main(['inspect', 'nowhere']) == 1\n"
         "assert (dict(os.environ), sys.argv) == before\n"
         "loaded = {'torch', 'lightning', 'torchmetrics', 'transformers'} & set(sys.modules)\n"
         "assert not loaded, loaded\n"

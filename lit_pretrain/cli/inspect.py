@@ -1,0 +1,248 @@
+"""The ``inspect`` verb: what a run is, how far it got, how it ended, and what can be done with it. Loads no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig
+
+from lit_pretrain import units
+from lit_pretrain.cli import launch, saved
+from lit_pretrain.cli.outlook import Outlook, get, look
+from lit_pretrain.cli.resolvers import resolve
+from lit_pretrain.cli.runstate import CheckpointFacts, RunState, read_state
+from lit_pretrain.cli.table import Section, columns, layout
+from lit_pretrain.errors import ConfigError
+from lit_pretrain.instantiate import checkpoints
+
+FREE_TEXT = ("run",)
+"""Settings whose value is text as it stands, not Hydra's grammar."""
+FORMATS = ("text", "json")
+SHOWN = {"val/loss": "nats per token", "val/perplexity": "", "val/bits_per_byte": "", "train/loss": "nats per token"}
+"""Metrics and their units, in the order in which they are printed."""
+UNKNOWN = "not known"
+
+
+def prepare_arguments(argv: Sequence[str]) -> list[str]:
+    """A path may be written as it is."""
+    return saved.free_text(argv, FREE_TEXT)
+
+
+def job(config: DictConfig) -> None:
+    """Print what a run folder holds."""
+    try:
+        plain = resolve(config)
+        saved.one_of("format", plain["format"], FORMATS)
+        run_dir = Path(str(plain["run"])).expanduser()
+        sys.stdout.write(describe(run_dir, verify=bool(plain["verify"]), as_json=plain["format"] == "json"))
+    except Exception as e:
+        raise launch.Failed from e
+
+
+def describe(run_dir: Path, *, verify: bool, as_json: bool = False) -> str:
+    """A run folder, or a folder of runs, as text or JSON.
+
+    Args:
+        run_dir: The folder; it may be half-written or damaged.
+        verify: Read every checkpoint whole.
+        as_json: Strict JSON.
+
+    Raises:
+        ConfigError: There is no such folder, or nothing in it is of a run.
+    """
+    config: dict[str, Any] = {}
+    damage = ""
+    try:
+        config = saved.read_resolved(run_dir)
+    except ConfigError as e:
+        runs = sorted(path.parent for path in run_dir.glob(f"*/{launch.RESOLVED}"))
+        if runs and not (run_dir / launch.RESOLVED).exists():
+            return _several(run_dir, runs, as_json=as_json)
+        if not run_dir.is_dir() or not _is_a_run(run_dir):
+            raise
+        damage = str(e)
+    state, outlook = read_state(run_dir), look(config)
+    facts = tuple(_verified(c) for c in state.checkpoints) if verify else state.checkpoints
+    if as_json:
+        return _json(run_dir, config, state, facts)
+    parts = [layout([_run(run_dir, config, outlook, state, [damage, *state.notes])])]
+    parts.append(_checkpoints(run_dir, facts, verified=verify))
+    parts.append(layout([Section("next", _next(run_dir, config, state, facts))]))
+    return "\n".join(parts)
+
+
+def _is_a_run(run_dir: Path) -> bool:
+    names = (launch.RESOLVED, launch.RESULT, checkpoints.FOLDER, "errors", "failure.json", "tensorboard", ".hydra")
+    return any((run_dir / name).exists() for name in names)
+
+
+def _run(run_dir: Path, config: Mapping[str, Any], outlook: Outlook, state: RunState, notes: Sequence[str]) -> Section:
+    rows = [("state", state.sentence)]
+    rows += [("damaged", note) for note in notes if note]
+    began = run_dir / launch.RESOLVED
+    if began.exists():
+        rows.append(("began", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began.stat().st_mtime))))
+    command = _command(run_dir)
+    if command:
+        rows.append(("command", command))
+    if config:
+        rows += _what(config, outlook)
+    rows.append(("reached", _reached(outlook, state)))
+    for name, unit in SHOWN.items():
+        if name in state.metrics:
+            rows.append((name, f"{state.metrics[name]:.4f} {unit}".rstrip()))
+    return Section(str(run_dir), rows)
+
+
+def _what(config: Mapping[str, Any], outlook: Outlook) -> list[tuple[str, str]]:
+    model, count = outlook.architecture, outlook.parameters
+    if model is None or count is None:
+        shape = f"{get(config, 'model._target_', UNKNOWN)}"
+    else:
+        shape = (
+            f"{units.count(count.total - count.padding)} parameters: {model.n_layer} layers, width {model.n_embd}, "
+            f"{model.n_head} heads, context {model.block_size}, vocabulary {model.vocab_size}"
+        )
+    corpus = get(config, "data.corpus") or {}
+    names = get(corpus, "domains") or list(get(corpus, "sources") or {})
+    kind = str(get(corpus, "_target_", get(config, "data._target_", UNKNOWN))).rpartition(".")[2]
+    strategy = get(config, "trainer.strategy", UNKNOWN)
+    strategy = str(get(strategy, "_target_", strategy)).rpartition(".")[2] or str(strategy)
+    planned = f"{get(config, 'trainer.max_epochs')} epochs"
+    if outlook.updates is not None:
+        tokens = "" if outlook.tokens is None else f", {units.count(outlook.tokens)} tokens"
+        planned = f"{outlook.updates:,} updates{tokens}"
+    ranks = UNKNOWN if outlook.ranks is None else str(outlook.ranks)
+    return [
+        ("model", shape),
+        ("data", f"{kind}: {', '.join(map(str, names))}" if names else kind),
+        ("length", planned),
+        ("ranks", f"{ranks}, strategy {strategy}, precision {get(config, 'trainer.precision', UNKNOWN)}"),
+    ]
+
+
+def _command(run_dir: Path) -> str:
+    """The command line that made the run, as Hydra kept it; empty where it did not."""
+    try:
+        words = yaml.safe_load((run_dir / ".hydra" / "overrides.yaml").read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        return ""
+    return shlex.join(["lit-pretrain", "train", *map(str, words)]) if isinstance(words, list) else ""
+
+
+def _reached(outlook: Outlook, state: RunState) -> str:
+    if state.steps is None:
+        return "no update that left a trace"
+    tokens = "" if not outlook.tokens_per_update else f", {units.count(state.steps * outlook.tokens_per_update)} tokens"
+    of = "" if outlook.updates is None else f" of {outlook.updates:,}"
+    return f"{state.steps:,}{of} updates{tokens}"
+
+
+def _verified(facts: CheckpointFacts) -> CheckpointFacts:
+    """The same, with the whole file read as tensors and plain data."""
+    if facts.problem:
+        return facts
+    problem = ""
+    try:
+        content = saved.read_checkpoint(facts.path)
+        weights = content.get("state_dict")
+        if not isinstance(weights, Mapping) or not weights:
+            problem = "it holds no weights"
+        else:
+            broken = [name for name, value in weights.items() if value.is_floating_point() and not _is_finite(value)]
+            problem = f"{broken[0]} holds values that are not finite" if broken else ""
+    except ConfigError as e:
+        problem = str(e)
+    return CheckpointFacts(path=facts.path, size=facts.size, step=facts.step, problem=problem)
+
+
+def _is_finite(value: Any) -> bool:
+    return bool(value.isfinite().all())
+
+
+def _checkpoints(run_dir: Path, facts: Sequence[CheckpointFacts], *, verified: bool) -> str:
+    if not facts:
+        return f"checkpoints\n  none in {run_dir / checkpoints.FOLDER}\n"
+    good = "whole" if verified else "looks whole"
+    rows = [
+        [f"  {f.path.name}", "?" if f.step is None else f"{f.step:,}", units.size(f.size), f.problem or good]
+        for f in facts
+    ]
+    return columns(["checkpoints", "updates", "size", "readable"], rows, left=(0, 3))
+
+
+def _next(
+    run_dir: Path, config: Mapping[str, Any], state: RunState, facts: Sequence[CheckpointFacts]
+) -> list[tuple[str, str]]:
+    folder = shlex.quote(str(run_dir))
+    rows = []
+    if (run_dir / "tensorboard").is_dir():
+        rows.append(("curves", f"tensorboard --logdir {folder}"))
+    usable = [f for f in facts if not f.problem]
+    if usable and config:
+        which = "" if usable[-1] == facts[-1] else f" checkpoint={usable[-1].path.name}"
+        if (run_dir / "tokenizer.json").is_file():
+            rows.append(("text", f'lit-pretrain generate run={folder}{which} prompt="..."'))
+        else:
+            rows.append(("text", f'lit-pretrain generate run={folder}{which} tokenizer=FILE prompt="..."'))
+        rows.append(("score", f"lit-pretrain evaluate run={folder}{which}"))
+    if state.kind != "running" and config:
+        command = _command(run_dir)
+        if state.kind != "finished" and command:
+            rows.append(("again", command))
+    return rows or [("", "nothing: neither curves nor a checkpoint that can be read")]
+
+
+def _several(folder: Path, runs: Sequence[Path], *, as_json: bool) -> str:
+    """A sweep's jobs, one a line."""
+    states = {run.name: read_state(run) for run in runs}
+    if as_json:
+        jobs = {
+            name: {"state": state.kind, "updates": state.steps, "metrics": _finite(state.metrics)}
+            for name, state in states.items()
+        }
+        return json.dumps({"folder": str(folder), "runs": jobs}, indent=2, allow_nan=False) + "\n"
+
+    def value(state: RunState, name: str) -> str:
+        return f"{state.metrics[name]:.4f}" if name in state.metrics else "-"
+
+    rows = [
+        [
+            name,
+            state.kind,
+            "?" if state.steps is None else f"{state.steps:,}",
+            value(state, "val/loss"),
+            value(state, "train/loss"),
+        ]
+        for name, state in states.items()
+    ]
+    head = f"{folder} holds {len(runs)} runs; inspect one with lit-pretrain inspect {shlex.quote(str(runs[-1]))}\n\n"
+    return head + columns(["run", "state", "updates", "val/loss", "train/loss"], rows, left=(0, 1))
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def _json(run_dir: Path, config: Mapping[str, Any], state: RunState, facts: Sequence[CheckpointFacts]) -> str:
+    content = {
+        "run": str(run_dir),
+        "state": state.kind,
+        "sentence": state.sentence,
+        "updates": state.steps,
+        "metrics": _finite(state.metrics),
+        "checkpoints": [
+            {"path": str(f.path), "bytes": f.size, "updates": f.step, "problem": f.problem or None} for f in facts
+        ],
+        "notes": list(state.notes),
+        "has_configuration": bool(config),
+    }
+    return json.dumps(content, indent=2, allow_nan=False) + "\n"
