@@ -6,6 +6,7 @@ Neither torch nor Lightning is loaded here, unless this process is a rank itself
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -39,13 +40,8 @@ def job(config: DictConfig) -> float | None:
         report.clear(run_dir)
     try:
         result = _run(config, run_dir, multirun=multirun)
-        metric = OmegaConf.select(config, "optimized_metric")
-        if metric is None:
-            return None
-        if metric not in result["metrics"]:
-            known = ", ".join(sorted(result["metrics"])) or "none"
-            raise ConfigError(f"optimized_metric={metric} was not logged by the run; known: {known}.")
-        return float(result["metrics"][metric])
+        optimised = multirun and not str(hydra_config.sweeper._target_).endswith(".BasicSweeper")
+        return _metric(OmegaConf.select(config, "optimized_metric"), result["metrics"], needed=optimised)
     except Exception as e:
         if ranks.is_rank_zero() and (multirun or not isinstance(e, InUseError)):
             words = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)  # ${...} stays a word
@@ -53,6 +49,17 @@ def job(config: DictConfig) -> float | None:
         if multirun:
             raise
         raise launch.Failed from e
+
+
+def _metric(name: str | None, metrics: Mapping[str, float | None], *, needed: bool) -> float | None:
+    """What a sweeper minimises; a good run may lack it (no held-out text) where no sweeper looks at it."""
+    if name is not None and name in metrics:
+        value = metrics[name]
+        return float("nan") if value is None else float(value)  # result.json has no word for NaN and infinity
+    if name is not None and needed:
+        known = ", ".join(sorted(metrics)) or "none"
+        raise ConfigError(f"optimized_metric={name} was not logged by the run; known: {known}.")
+    return None
 
 
 def _run(config: DictConfig, run_dir: Path, *, multirun: bool) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def ngram_baselines(datamodule: TokenDataModule) -> NgramBaselines:
     names = datamodule.source_names
     rows = datamodule.validation_rows()
     if not rows[0].size:
-        raise DataError("The corpus has no validation split to score; give it corpus.validation.")
+        raise DataError("The corpus has no validation split to score; give it data.corpus.validation.")
     counts = {
         name: count_pairs([windows.stream], vocab_size=vocab_size) for name, windows in datamodule.train_windows.items()
     }

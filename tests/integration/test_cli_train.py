@@ -14,7 +14,8 @@ import yaml
 from lit_pretrain.cli import main
 from lit_pretrain.cli.generate import prepare_arguments, show
 from lit_pretrain.cli.saved import find_checkpoint
-from lit_pretrain.cli.train import save
+from lit_pretrain.cli.train import _metric, save
+from lit_pretrain.errors import ConfigError
 from lit_pretrain.instantiate import build
 from lit_pretrain.instantiate.job import train
 from lit_pretrain.instantiate.run import build_run
@@ -118,7 +119,7 @@ def test_a_length_in_epochs(tmp_path: Path, shards: list[str]) -> None:
         (["+optimizer.momentum=1"], "optimizer.momentum is not a setting of lit_pretrain.optim.adamw"),
         (["optimizer.betas=[0.9]"], "optimizer.betas=[0.9] must be two numbers"),
         (["trainer.precision=half"], "trainer.precision='half' must be one of"),
-        (["callbacks.clipping.max_norm=-1"], "clipping.max_norm=-1 must be above 0"),
+        (["callbacks.clipping.max_norm=-1"], "callbacks.clipping.max_norm=-1 must be above 0"),
         (["model.vocab_size=300"], "model.vocab_size=300 is smaller than the data's vocabulary of 320"),
     ],
 )  # fmt: skip
@@ -311,3 +312,20 @@ def test_prompts_that_cannot_be(capfd: pytest.CaptureFixture[str], words: list[s
     assert (code, out) == (1, "")
     assert sentence in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("metrics", [{}, {"val/loss": None}, {"val/loss": 2.5}])
+def test_a_run_without_a_validation_loss_is_a_good_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metrics: dict[str, float | None]
+) -> None:
+    # None: a loss that is not finite. Without held-out text there is no such figure at all.
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lit_pretrain.cli.train._run", lambda *_, **__: {"metrics": metrics})
+    assert main(["train", "length.steps=1"]) == 0
+    assert main(["train", "-m", "length.steps=1,2"]) == 0
+
+
+def test_only_an_optimising_sweeper_needs_its_metric() -> None:
+    with pytest.raises(ConfigError, match="optimized_metric=val/loss was not logged by the run; known: train/loss"):
+        _metric("val/loss", {"train/loss": 1.0}, needed=True)
+    assert _metric("val/loss", {"val/loss": 2.5}, needed=True) == 2.5

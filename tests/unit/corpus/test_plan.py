@@ -195,7 +195,7 @@ def test_skipping_against_a_list(pairs: list[tuple[int, int]]) -> None:
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: SkipList([(5, 5)]), r"skip entry \[5, 5\] must have 0 <= low < high"),
+        (lambda: SkipList([(5, 5)]), r"data\.skip entry \[5, 5\] must have 0 <= low < high"),
         (lambda: SkipList([(-1, 5)]), "0 <= low < high"),
         (lambda: SkipList([(1, 2, 3)]), "pair"),
         (lambda: SkipList([3]), "data.skip entry 3 must be a pair"),  # type: ignore[list-item]

@@ -218,7 +218,7 @@ def test_a_copy_opens_its_own_files(corpus: Any) -> None:
         ({"prefetch": -1}, r"data\.prefetch=-1"),
         ({"max_validation_tokens": 0}, r"data\.max_validation_tokens=0"),
         ({"seed": "x"}, r"data\.seed='x'"),
-        ({"skip": [(3, 3)]}, "skip entry"),
+        ({"skip": [(3, 3)]}, "data.skip entry"),
         ({"weights": {"points": [[0, {"a": 1}]], "units": "tokens"}}, "unknown key 'units'"),
     ],
 )
