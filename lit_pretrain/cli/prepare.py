@@ -90,7 +90,7 @@ def summary(done: Prepared) -> list[str]:
         lines.append(f"left out: {count(skipped)} documents{share}: {describe_skipped(record['skipped'])}")
     if done.encoded_bytes and done.seconds > 0:
         speed = done.encoded_bytes / 1e6 / done.seconds
-        lines.append(f"encoded {size(done.encoded_bytes)} of input in {duration(done.seconds)}: {speed:.1f} MB/s")
+        lines.append(f"encoded {size(done.encoded_bytes)} of text in {duration(done.seconds)}: {speed:.1f} MB/s")
     lines.append("duplicates were not looked for")
     words = " ".join(_for_shell(word) for word in overrides(done))
     return [*lines, "train on it with:", f"  lit-pretrain train {words} length.epochs=1"]

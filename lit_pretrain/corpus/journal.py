@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,11 @@ def clean(parts: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+
+
+def encoded_bytes(parts: Path, numbers: Iterable[int]) -> int:
+    """UTF-8 bytes of text in finished units."""
+    return sum(Manifest.load(unit_folder(parts, number) / split).num_bytes for number in numbers for split in SPLITS)
 
 
 def finish(output: Path, identity: Mapping[str, Any], *, tokenizer: TokenizerFile, num_units: int) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Prepared:
         record: Content of ``prepare.json``.
         fresh: Whether this call did any work.
         seconds: Spent on encoding, by this call.
-        encoded_bytes: Of the input, encoded by this call.
+        encoded_bytes: Of text, encoded by this call.
     """
 
     folder: Path
@@ -130,6 +130,7 @@ def _run(
             progress.advance(behind // _MIB)
             behind %= _MIB
     seconds = time.monotonic() - began
+    encoded = journal.encoded_bytes(parts, left)
     progress.step("putting the shards together")
     record = journal.finish(settings.output.expanduser(), identity, tokenizer=tokenizer, num_units=len(units))
     return Prepared(
@@ -137,7 +138,7 @@ def _run(
         record=record,
         fresh=True,
         seconds=seconds,
-        encoded_bytes=sum(sizes.values()),
+        encoded_bytes=encoded,
     )
 
 

@@ -211,9 +211,10 @@ def _pieces(file: InputFile, reading: Reading, unit_bytes: int) -> list[Piece]:
     if file.kind == "dataset":
         rows = hf_datasets.num_rows(file.path, reading=reading)
         step = max(1, rows * unit_bytes // max(1, file.size))
+        ranges = [(low, min(low + step, rows)) for low in range(0, rows, step)]
         return [
-            Piece(path=file.path, kind=file.kind, size=file.size * step // rows, start=low, end=min(low + step, rows))
-            for low in range(0, rows, step)
+            Piece(path=file.path, kind=file.kind, size=file.size * (high - low) // rows, start=low, end=high)
+            for low, high in ranges
         ]
     whole = compression_of(file.path) is not None or (file.kind == "text" and reading.documents == "file")
     if whole or file.size <= unit_bytes:

@@ -90,7 +90,7 @@ def test_the_summary(tmp_path: Path) -> None:
     lines = summary(prepared(tmp_path / "web", skipped=skipped))
     assert lines[0] == "train: 1.2K documents, 4.0 KiB, 1.02K tokens (0.250 per byte) in 2 shards"
     assert "left out: 3K documents, MORE THAN WAS USED: 3000 empty, first a.txt" in lines
-    assert "encoded 9.5 MiB of input in 2s: 5.0 MB/s" in lines
+    assert "encoded 9.5 MiB of text in 2s: 5.0 MB/s" in lines
     assert lines[-1] == (
         f'  lit-pretrain train data=shards data.corpus.sources="{{web: {tmp_path}/web/train}}" '
         f'data.corpus.validation="{{web: {tmp_path}/web/validation}}" '

@@ -95,6 +95,7 @@ def test_what_the_record_counts(done: Prepared) -> None:
         assert numbers["shards"] == len(list((done.folder / split).glob("*.bin")))
         verify_folder(done.folder / split)
     assert done.record["splits"]["train"]["shards"] > 3
+    assert done.encoded_bytes == sum(len(text.encode()) for text in documents())
     assert done.record["skipped"] == {}
     assert json.loads((done.folder / "prepare.json").read_text()) == done.record
 

@@ -200,6 +200,10 @@ def test_datasets_saved_to_disk(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": dataset, "test": dataset.select([5, 3])}).save_to_disk(str(tmp_path / "two"))
     assert texts(tmp_path / "one") == rows
     assert texts(tmp_path / "one", unit_bytes=1000) == rows
+    (file,) = find_inputs([str(tmp_path / "one")], format=None, reading=READING).files
+    for unit_bytes in (1000, 10**9):
+        units = plan_units([file], reading=READING, unit_bytes=unit_bytes)
+        assert 0.95 * file.size <= sum(piece.size for unit in units for piece in unit) <= file.size
     assert texts(tmp_path / "two", Reading(dataset_split="test")) == ["row 5", "row 3"]
     for reading, words in (
         (Reading(dataset_split="dev"), "dataset_split=dev is not in .*; it has train, test"),
