@@ -53,6 +53,8 @@ def settings_of(plain: Mapping[str, Any]) -> PrepareSettings:
     inputs = given.split(",") if isinstance(given, str) else given
     if not isinstance(inputs, list) or not all(isinstance(path, str) and path.strip() for path in inputs):
         raise ConfigError(f"input={given!r} must be a path, or several with commas between.")
+    if "://" in str(plain["output"]):
+        raise ConfigError(f"output={plain['output']} must be a folder on this machine; copy the shards from there.")
     others = {key: value for key, value in plain.items() if key not in (*READING, "input", "output", "format")}
     for key in ("tokenizer", "tokenizer_pattern", "eos_token", "separator", "text_key"):
         if plain[key] is not None and not isinstance(plain[key], str):

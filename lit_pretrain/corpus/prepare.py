@@ -53,7 +53,8 @@ class Prepared:
 def prepare(settings: PrepareSettings) -> Prepared:
     """Turn text into shards, or go on where an earlier call was interrupted.
 
-    The bytes written depend on the input and the settings alone. Documents are not deduplicated.
+    The bytes written depend on the input and the settings alone. Documents are not deduplicated. Workers are spawned:
+    a script calls this below ``if __name__ == "__main__"``, or with ``workers=0``.
 
     Raises:
         ConfigError: A setting is impossible, or the folder holds something else.

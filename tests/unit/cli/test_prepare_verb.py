@@ -63,6 +63,7 @@ def test_the_other_words() -> None:
     [
         ("input=[1,2]", r"input=\[1, 2\] must be a path"),
         ("input=a,,b", "must be a path"),
+        ("output=s3://bucket/x", "output=s3://bucket/x must be a folder on this machine"),
         ("text_key=7", "text_key=7 must be a text"),
         ("errors=ignore", "errors=ignore is unknown"),
         ("format=csv", "format=csv is unknown"),
@@ -70,7 +71,7 @@ def test_the_other_words() -> None:
 )
 def test_wrong_words(word: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        composed("input=a", "output=out", word)
+        composed(*(w for w in ("input=a", "output=out") if w.partition("=")[0] != word.partition("=")[0]), word)
 
 
 @pytest.mark.parametrize("name", ["web", "a b", "it's (1), {x}", "007", "null"])
