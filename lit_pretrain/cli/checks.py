@@ -12,6 +12,7 @@ from lit_pretrain.corpus import ShardFolders
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.instantiate.build import build
 from lit_pretrain.instantiate.nearest import nearest
+from lit_pretrain.planning.memory import NUMBER_FORMATS
 
 KNOWN = (
     "batch",
@@ -36,6 +37,7 @@ KNOWN = (
 )
 """Top-level keys of a training run."""
 
+TRAINER = "lightning.pytorch.Trainer"
 LIGHT = ("lit_pretrain.specs.", "lit_pretrain.corpus.")
 """Targets that can be built here: their rooms need no torch."""
 
@@ -77,6 +79,7 @@ def _each(config: Mapping[str, Any], *, multirun: bool) -> list[Callable[[], Non
         lambda: _seed(config["seed"]),
         lambda: _folder(config),
         lambda: _length(config),
+        lambda: _precision(config),
         lambda: _model(config),
         lambda: _corpus(config),
         lambda: _processes(config, multirun=multirun),
@@ -102,6 +105,13 @@ def _folder(config: Mapping[str, Any]) -> None:
     for key, example in (("run_id", "run_id=first"), ("output_root", "output_root=outputs")):
         if config[key] is None or not str(config[key]).strip():
             raise ConfigError(f"{key}={config[key]!r} must name a folder, such as {example}; or leave it out.")
+
+
+def _precision(config: Mapping[str, Any]) -> None:
+    trainer, words = config["trainer"], (*NUMBER_FORMATS, "transformer-engine", "transformer-engine-float16")
+    value = trainer.get("precision")
+    if value is not None and trainer.get("_target_") == TRAINER and str(value) not in words:
+        raise ConfigError(f"trainer.precision={value!r} must be one of {', '.join(words)}.")
 
 
 def is_light(node: object) -> bool:

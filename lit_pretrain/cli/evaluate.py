@@ -54,10 +54,10 @@ def _evaluate(plain: Mapping[str, Any]) -> dict[str, Any]:
     precision = str(plain["as_precision"] or (resolved.get("trainer") or {}).get("precision", "32-true"))
     of: _HeldOut | _Shards | _Text
     if plain["text"] is not None:
-        tokenizer = TokenizerFile(saved.find_tokenizer(run_dir, plain["tokenizer"]))
+        tokenizer = TokenizerFile(saved.find_tokenizer(run_dir, plain["tokenizer"], resolved=resolved))
         of = _Text(plain["text"], tokenizer, stride=plain["stride"], max_tokens=max_tokens)
     elif plain["shards"] is not None:
-        of = _Shards(plain["shards"], find_own_tokenizer(run_dir, plain["tokenizer"]), max_tokens=max_tokens)
+        of = _Shards(plain["shards"], find_own_tokenizer(run_dir, plain["tokenizer"], resolved), max_tokens=max_tokens)
     else:
         of = _HeldOut(data, max_tokens=max_tokens)
     model: Any = saved.load(resolved, checkpoint, device=str(plain["device"]))
@@ -78,11 +78,14 @@ def _evaluate(plain: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def find_own_tokenizer(run_dir: Path, given: object) -> Path | None:
+def find_own_tokenizer(run_dir: Path, given: object, resolved: Mapping[str, Any]) -> Path | None:
     """The tokenizer of a run, the one given instead, or None where the run has none."""
-    if given is None and not (run_dir / "tokenizer.json").is_file():
+    try:
+        return saved.find_tokenizer(run_dir, given, resolved=resolved)
+    except ConfigError:
+        if given is not None:
+            raise
         return None
-    return saved.find_tokenizer(run_dir, given)
 
 
 class _HeldOut:

@@ -42,7 +42,7 @@ def _generate(config: DictConfig) -> None:
     run_dir = Path(str(plain["run"])).expanduser()
     resolved = saved.read_resolved(run_dir)
     checkpoint = saved.find_checkpoint(run_dir, str(plain["checkpoint"]))
-    tokenizer = TokenizerFile(saved.find_tokenizer(run_dir, plain["tokenizer"]))
+    tokenizer = TokenizerFile(saved.find_tokenizer(run_dir, plain["tokenizer"], resolved=resolved))
     model: Any = saved.load(resolved, checkpoint, device=str(plain["device"]))
 
     from lit_pretrain.models import generate, stream

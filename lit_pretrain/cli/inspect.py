@@ -189,10 +189,12 @@ def _next(
     usable = [f for f in facts if not f.problem]
     if usable and config:
         which = "" if usable[-1] == facts[-1] else f" checkpoint={usable[-1].path.name}"
-        if (run_dir / "tokenizer.json").is_file():
-            rows.append(("text", f'lit-pretrain generate run={folder}{which} prompt="..."'))
-        else:
+        try:
+            saved.find_tokenizer(run_dir, None, resolved=config)
+        except ConfigError:
             rows.append(("text", f'lit-pretrain generate run={folder}{which} tokenizer=FILE prompt="..."'))
+        else:
+            rows.append(("text", f'lit-pretrain generate run={folder}{which} prompt="..."'))
         rows.append(("score", f"lit-pretrain evaluate run={folder}{which}"))
     if state.kind != "running" and config:
         command = _command(run_dir)

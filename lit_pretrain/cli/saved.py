@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from lit_pretrain.cli import launch
+from lit_pretrain.cli.checks import is_light
 from lit_pretrain.errors import ConfigError
-from lit_pretrain.instantiate import checkpoints
+from lit_pretrain.instantiate import build, checkpoints
+from lit_pretrain.specs import PreparedCorpus
 
 if TYPE_CHECKING:
     import torch
@@ -125,16 +127,37 @@ def _best(folder: Path, found: Sequence[Path]) -> Path:
     return path
 
 
-def find_tokenizer(run_dir: Path, given: object) -> Path:
+def find_tokenizer(run_dir: Path, given: object, *, resolved: Mapping[str, Any]) -> Path:
     """The tokenizer of a run, or the one given instead.
+
+    A finished run has a copy in its folder; that of an unfinished one is still where its data is.
+
+    Args:
+        run_dir: The run folder.
+        given: A file, or None for the run's own.
+        resolved: The run's configuration.
 
     Raises:
         ConfigError: There is none.
     """
     path = run_dir / "tokenizer.json" if given is None else Path(str(given)).expanduser()
-    if not path.is_file():
+    if path.is_file():
+        return path
+    of_data = _tokenizer_of_data(resolved) if given is None else None
+    if of_data is None:
         raise ConfigError(f"there is no tokenizer at {path}; name a tokenizer.json with tokenizer=FILE.")
-    return path
+    return of_data
+
+
+def _tokenizer_of_data(resolved: Mapping[str, Any]) -> Path | None:
+    node = (resolved.get("data") or {}).get("corpus")
+    if not is_light(node):
+        return None
+    try:
+        found: PreparedCorpus = build(node, "data.corpus").locate()
+    except Exception:  # the data has gone or changed: then there is no tokenizer there, which is all that is asked
+        return None
+    return found.tokenizer
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -169,8 +192,6 @@ def load(resolved: Mapping[str, Any], checkpoint: Path, *, device: str) -> nn.Mo
         ConfigError: The checkpoint is damaged, does not fit, or there is no such device.
     """
     import torch
-
-    from lit_pretrain.instantiate import build
 
     where = find_device(device)
     module = build(resolved["module"], "module")

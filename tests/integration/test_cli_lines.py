@@ -96,6 +96,8 @@ WRONG_SETTINGS = {
     "data.corpus.vocab_size=10": "corpus.vocab_size=10 must be a whole number of at least 257.",
     "trainer.devices=zero": "trainer.devices='zero' must be a whole number of at least 1, a list of device indices",
     "trainer.num_nodes=2": "trainer.num_nodes=2 needs a launcher on every node",
+    "trainer.precision=half": "trainer.precision='half' must be one of 64, 64-true, 32, 32-true, 16, 16-mixed, bf16,",
+    "batch.sequence_length=long": "batch.sequence_length='long' must be a whole number of at least 1.",
     "model.n_head=3": "model.n_head=3 must divide model.n_embd=16;",
     "model.vocab_size=big": "model.vocab_size='big' must be a whole number.",
     "+model.layers=3": "model.layers is not a setting of lit_pretrain.specs.GPTConfig; did you mean 'n_layer'?",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,20 @@ def test_several_prompts_are_a_batch(run_dir: Path, tmp_path: Path, capfd: pytes
     assert [row["prompt"] + row["continuation"] + "\n" for row in rows] == alone
     (row,) = json.loads(text(capfd, *words, "seed=3", "prompt=abc", "format=json"))
     assert row["prompt"] + row["continuation"] + "\n" == alone[0]
+
+
+def test_an_unfinished_run_has_the_tokenizer_of_its_data(
+    run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(run_dir, tmp_path / "killed"))
+    (folder / "tokenizer.json").unlink()
+    words = ["max_new_tokens=6", "seed=3", "prompt=abc"]
+    assert text(capfd, f"run={folder}", *words) == text(capfd, f"run={run_dir}", *words)
+    config = yaml.safe_load((folder / "resolved.yaml").read_text())
+    config["data"]["corpus"]["sources"] = {"a": str(tmp_path / "gone")}
+    save(config, folder / "resolved.yaml")
+    assert main(["generate", f"run={folder}", "device=cpu"]) == 1
+    assert "there is no tokenizer at" in capfd.readouterr().err
 
 
 def test_top_p_narrows_the_choice(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
