@@ -209,7 +209,7 @@ class LearningRateSchedule(Callback):
         if self._hook is None:
             self._add(trainer.global_step - self._updates)
         rates = self._rates.write(trainer.optimizers[0].param_groups, self.factor())
-        if _compat.should_log(trainer):
+        if not _compat.accumulates(trainer) and _compat.should_log(trainer):  # once per update
             _compat.log(trainer, self._rates.metrics(rates))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

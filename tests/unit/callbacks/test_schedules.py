@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lit_pretrain.callbacks import (
@@ -374,3 +375,15 @@ def test_one_callback_object_in_two_runs(tmp_path):
 def test_order():
     saver, theirs, schedule = ModelCheckpoint(), Rates(), WarmupCosine(warmup_steps=1)
     assert sort_callbacks([saver, theirs, schedule]) == [schedule, theirs, saver]
+
+
+def test_a_rate_is_logged_once_per_update(tmp_path):
+    logger = CSVLogger(tmp_path)
+    schedule = WarmupLinear(warmup_steps=2)
+    t = trainer(
+        tmp_path, schedule, max_steps=4, accumulate_grad_batches=3, logger=logger, log_every_n_steps=1, max_epochs=-1
+    )
+    logged = []
+    logger.log_metrics = lambda metrics, step=None: logged.append((step, metrics.get("optim/lr")))
+    t.fit(Tiny(), loader())
+    assert [step for step, rate in logged if rate is not None] == [0, 1, 2, 3]
