@@ -62,7 +62,17 @@ class TokenizerFile:
         return hashlib.sha256(json.dumps(self._content, sort_keys=True).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Ids of ``text``, without an end-of-document id."""
+        """Ids of ``text``, without an end-of-document id.
+
+        Raises:
+            DataError: When ``text`` holds bytes that were no UTF-8 (Python keeps them as lone surrogates).
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"The text {text[:40]!r} is not UTF-8 (character {error.start}); convert it first."
+            ) from error
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:

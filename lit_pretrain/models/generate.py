@@ -84,7 +84,9 @@ class _Decoder:
         )
 
 
-def _check(model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def _check(model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int | None) -> None:
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**31) <= seed < 2**63):
+        raise ConfigError(f"seed={seed!r} must be a whole number below 2^63; leave it out for other text each time.")
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
         raise ConfigError(f"max_new_tokens={max_new_tokens!r} must be a whole number of at least 0.")
     vocab_size = model.config.vocab_size
@@ -162,7 +164,7 @@ def generate(
         ConfigError: A setting or a prompt is impossible.
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    _check(model, prompts, max_new_tokens)
+    _check(model, prompts, max_new_tokens, seed)
     continuations: list[list[int]] = [[] for _ in prompts]
     if not prompts:
         return continuations
@@ -204,7 +206,7 @@ def stream(
         ConfigError: At the call, not at the first token.
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    _check(model, [prompt], max_new_tokens)
+    _check(model, [prompt], max_new_tokens, seed)
     steps = _steps(model, [prompt], max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
     return _until(steps, eos_id)
 

@@ -25,14 +25,18 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < float("inf"):
+        if not _is_number(self.temperature) or not 0.0 <= self.temperature < float("inf"):
             raise ConfigError(f"temperature={self.temperature!r} must be a finite number of at least 0.")
-        if self.top_k is not None and (isinstance(self.top_k, bool) or self.top_k != int(self.top_k) or self.top_k < 1):
+        if self.top_k is not None and (not _is_number(self.top_k) or self.top_k != int(self.top_k) or self.top_k < 1):
             raise ConfigError(
                 f"top_k={self.top_k!r} must be a whole number of at least 1; leave it out for all tokens."
             )
-        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
+        if self.top_p is not None and (not _is_number(self.top_p) or not 0.0 < self.top_p <= 1.0):
             raise ConfigError(f"top_p={self.top_p!r} must be above 0 and at most 1; leave it out for all tokens.")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value and abs(value) < 2**63
 
 
 def probabilities(logits_BV: Tensor, sampling: Sampling) -> Tensor:

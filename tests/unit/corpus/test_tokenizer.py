@@ -50,6 +50,11 @@ def test_text_cannot_spell_a_special_token(tokenizer: TokenizerFile) -> None:
         assert tokenizer.decode(ids) == text
 
 
+def test_bytes_that_are_no_text(tokenizer: TokenizerFile) -> None:
+    with pytest.raises(DataError, match=r"is not UTF-8 \(character 1\)"):
+        tokenizer.encode(b"a\xff".decode(errors="surrogateescape"))  # as a command line gives it
+
+
 def test_batch_equals_one_by_one(tokenizer: TokenizerFile) -> None:
     assert tokenizer.encode_batch(TEXTS) == [tokenizer.encode(text) for text in TEXTS]
 
