@@ -106,7 +106,7 @@ def _run(
     left_out = ", ".join(f"{number} {ending}" for ending, number in found.left_out.items())
     progress.say(f"{len(found.files)} files, {size(total)}{f'; left out: {left_out}' if left_out else ''}")
     units = plan_units(found.files, reading=settings.reading, unit_bytes=settings.unit_bytes or unit_size(total))
-    tokenizer = _tokenizer(settings, given, units, parts, progress)
+    tokenizer = _tokenizer(settings, given, units, progress)
     encoding = Encoding(
         folder=parts,
         tokenizer=tokenizer.path,
@@ -124,7 +124,7 @@ def _run(
     workers = _cores() if settings.workers is None else settings.workers
     began = time.monotonic()
     if left:
-        progress.step(f"encoding with {workers or 1} processes (MiB)", total=_mib(sum(sizes.values())))
+        progress.step(f"encoding with {min(workers, len(left)) or 1} processes (MiB)", total=_mib(sum(sizes.values())))
         behind = 0
         for number in encode_units(left, encoding=encoding, workers=workers):
             behind += sizes[number]
@@ -169,7 +169,6 @@ def _tokenizer(
     settings: PrepareSettings,
     given: TokenizerSource | None,
     units: list[list[Piece]],
-    parts: Path,
     progress: Progress,
 ) -> TokenizerFile:
     """The tokenizer in the output folder; a trained one is there already after an interruption."""
