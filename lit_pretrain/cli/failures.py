@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import time
 import traceback
@@ -27,8 +28,12 @@ SECONDARY = re.compile(
 """What a rank says when another one has gone: never the first choice for a cause."""
 
 
-def write(run_dir: Path, rank: int, error: BaseException) -> None:
-    """Leave a rank's error in the run folder, complete or not at all."""
+FULL_BYTES = 64 * 1024
+"""A disk with less free space is taken for full: not even a report fits."""
+
+
+def write(run_dir: Path, rank: int, error: BaseException) -> bool:
+    """Leave a rank's error in the run folder, complete or not at all; whether that worked (a disk may be full)."""
     text = f"{type(error).__name__}: {error}"
     report = {
         "rank": rank,
@@ -39,10 +44,14 @@ def write(run_dir: Path, rank: int, error: BaseException) -> None:
         "traceback": "".join(traceback.format_exception(error)),
     }
     path = run_dir / FOLDER / f"rank{rank}.json"
-    path.parent.mkdir(exist_ok=True)
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(report), encoding="utf-8")
-    os.replace(draft, path)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        draft = path.with_suffix(".tmp")
+        draft.write_text(json.dumps(report), encoding="utf-8")
+        os.replace(draft, path)
+    except OSError:
+        return False
+    return True
 
 
 def first(run_dir: Path, codes: Mapping[int, int], seen: Mapping[int, float]) -> Exception:
@@ -69,6 +78,10 @@ def first(run_dir: Path, codes: Mapping[int, int], seen: Mapping[int, float]) ->
         return RankError(f"rank {rank} of {world_size} was killed by {name}{hint}{_log(run_dir, rank)}.")
     cause = earliest or min(reports, key=lambda r: r["time"], default=None)
     if cause is None:
+        if shutil.disk_usage(run_dir).free < FULL_BYTES:
+            return ConfigError(
+                f"there is no space left on the disk of {run_dir}; free some, or choose another with output_root=...."
+            )
         bad = ", ".join(f"rank {rank}: {code}" for rank, code in sorted(codes.items()) if code)
         return RankError(f"ranks ended without a report (exit codes: {bad}); look at {run_dir}/rank*.log.")
     if cause["user_error"]:

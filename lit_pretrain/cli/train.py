@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,8 @@ def job(config: DictConfig) -> float | None:
     except Exception as e:
         if ranks.is_rank_zero() and (multirun or not isinstance(e, InUseError)):
             words = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)  # ${...} stays a word
-            report.write(run_dir, [str(word) for word in words or ()], e)
+            with suppress(OSError):  # a full disk must not hide what went wrong
+                report.write(run_dir, [str(word) for word in words or ()], e)
         if multirun:
             raise
         raise launch.Failed from e

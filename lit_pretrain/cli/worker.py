@@ -78,9 +78,9 @@ def main(run_dir: Path) -> int:
     except BaseException as e:
         from lit_pretrain.cli import failures
 
-        failures.write(run_dir, rank, e)
-        if rank:
-            traceback.print_exc()  # rank 0's is printed by the launcher, once
+        reported = failures.write(run_dir, rank, e)
+        if rank or not reported:
+            traceback.print_exc()  # rank 0's is printed by the launcher, once, from its report
         sys.stdout.flush()
         sys.stderr.flush()
         # Leave hard: in an orderly teardown a peer may never answer a destroy or a barrier.

@@ -261,3 +261,13 @@ def test_errors_of_the_transport_come_second(tmp_path: Path, text: str) -> None:
     report(tmp_path, 0, RuntimeError(text), at=1.0)
     report(tmp_path, 1, RuntimeError("the cause"), at=2.0)
     assert "rank 1 of 2" in str(failures.first(tmp_path, {0: 1, 1: 1}, {}))
+
+
+def test_a_full_disk_is_said_where_not_even_a_report_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / failures.FOLDER).write_text("a file: nothing can be written in it")
+    assert failures.write(tmp_path, 0, RuntimeError("boom")) is False
+    assert isinstance(failures.first(tmp_path, {0: 1}, {}), RankError)
+    monkeypatch.setattr(failures, "FULL_BYTES", 2**63)
+    error = failures.first(tmp_path, {0: 1}, {})
+    assert isinstance(error, ConfigError)
+    assert "no space left on the disk" in str(error)
