@@ -48,8 +48,13 @@ class TokenLoss(Metric):
         return self.nll_sum / self.num_targets
 
     def summary(self) -> dict[str, Tensor]:
-        """``loss``, ``perplexity`` and, when bytes are known, ``bits_per_byte``, each 0-d. Synchronises all ranks."""
+        """``loss``, ``perplexity`` and, when bytes are known, ``bits_per_byte``, each 0-d. Synchronises all ranks.
+
+        Empty where no rank saw a token: a source without held-out text has no loss to report.
+        """
         with self.sync_context(should_sync=self._to_sync):
+            if int(self.num_targets) == 0:  # inside: every rank must decide alike
+                return {}
             loss = self.nll_sum / self.num_targets
             out = {"loss": loss, "perplexity": loss.exp()}
             if int(self.num_bytes) > 0:

@@ -101,6 +101,12 @@ def test_one_source_is_reported_once():
     assert set(metrics) == {"val/loss", "val/perplexity", "val/bits_per_byte"}
 
 
+def test_a_source_without_held_out_text_has_no_figures():
+    data = Rows(sources=["code", "english", "maths"])  # the rows are of the first two
+    (metrics,) = trainer().validate(GPTModule(CONFIG), datamodule=data, verbose=False)
+    assert {name.rpartition("/")[2] for name in metrics} == {"loss", "perplexity", "bits_per_byte", "code", "english"}
+
+
 def test_initial_weights_depend_on_the_seed_alone():
     torch.manual_seed(1)
     first = GPTModule(CONFIG, seed=5)

@@ -26,8 +26,9 @@ def test_perplexity_overflows_to_inf():
     assert "bits_per_byte" not in out
 
 
-def test_nothing_seen_is_nan():
-    assert math.isnan(TokenLoss().summary()["loss"].item())
+def test_nothing_seen_is_nan_and_not_reported():
+    assert math.isnan(TokenLoss().compute().item())
+    assert TokenLoss().summary() == {}
 
 
 def test_counts_stay_exact_beyond_float32():
