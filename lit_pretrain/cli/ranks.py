@@ -60,8 +60,10 @@ def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     """The environment of a rank that we start: ours, less :data:`RANK_VARIABLES`, plus what torchrun would set."""
     env = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
     env.setdefault("OMP_NUM_THREADS", str(max(1, _usable_cores() // world_size)))
-    # Threads that wait by spinning starve each other as soon as anything else runs on the machine (docs/log.md).
-    env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Threads that spin for long at a barrier starve each other as soon as anything else runs on the machine; without
+    # any spinning a quiet machine is slower (figures in docs/log.md). What the user sets stands.
+    if "OMP_WAIT_POLICY" not in env:
+        env.setdefault("GOMP_SPINCOUNT", "1000")
     return env | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
