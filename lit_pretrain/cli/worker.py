@@ -6,6 +6,7 @@ The launcher writes one line of JSON to standard input and keeps the pipe open f
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -89,4 +90,10 @@ def main(run_dir: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    status = main(Path(sys.argv[1]))
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything is written and closed. An orderly end would unload gloo while its threads may still run, and now and
+    # then abort a rank that had finished ("terminate called without an active exception", torch 2.13).
+    os._exit(status)
