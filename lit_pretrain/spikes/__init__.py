@@ -1,1 +1,1 @@
-"""Room not furnished yet."""
+"""Loss-spike detection: not built yet."""
