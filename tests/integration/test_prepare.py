@@ -156,10 +156,10 @@ def test_a_killed_worker_is_said(tmp_path: Path) -> None:
     process = subprocess.Popen(command(tmp_path, "out"), start_new_session=True, stderr=subprocess.PIPE, text=True)
     parts = tmp_path / "out" / ".parts"
     deadline = time.monotonic() + 60
-    while not list(parts.glob(".*.tmp")):
+    while not (drafts := list(parts.glob(".[0-9]*.tmp"))):  # a part's draft is its worker's; a .json is the command's
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    worker = int(next(iter(parts.glob(".*.tmp"))).name.split(".")[2].split("-")[0])
+    worker = int(drafts[0].name.split(".")[-2].split("-")[0])
     os.kill(worker, signal.SIGKILL)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
