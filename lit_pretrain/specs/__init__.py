@@ -1,6 +1,7 @@
 """What the rooms tell each other: plain dataclasses and Protocols, no torch."""
 
 from lit_pretrain.specs.gpt import GPTConfig, RopeScaling
+from lit_pretrain.specs.parallel import ParallelDims, ParallelPlan, TensorStyle
 from lit_pretrain.specs.protocols import (
     AppliedUpdates,
     CorpusProvider,
@@ -15,8 +16,11 @@ __all__ = [
     "CorpusProvider",
     "GPTConfig",
     "GradientNorm",
+    "ParallelDims",
+    "ParallelPlan",
     "PreparedCorpus",
     "RopeScaling",
+    "TensorStyle",
     "TextGenerator",
     "TokenAccounting",
 ]
