@@ -1,7 +1,8 @@
 """Text as token ids on disk, and the plan of which ids stand in which batch. No torch."""
 
-from lit_pretrain.corpus.default import DefaultCorpus, split_documents
+from lit_pretrain.corpus.default import DefaultCorpus
 from lit_pretrain.corpus.folders import ShardFolders, check_alike
+from lit_pretrain.corpus.holdout import split_documents
 from lit_pretrain.corpus.manifest import Manifest, ShardInfo, token_dtype
 from lit_pretrain.corpus.mixture import WeightSchedule
 from lit_pretrain.corpus.permutation import KeyedPermutation, derive_keys, mix

@@ -15,6 +15,9 @@ from typing import Any
 from lit_pretrain.corpus._files import locked, readable_errors, sync_folder, write_whole
 from lit_pretrain.corpus._progress import Progress
 from lit_pretrain.corpus.domains import Domain, SourceFile, known_domains
+from lit_pretrain.corpus.folders import check_alike
+from lit_pretrain.corpus.holdout import split_documents
+from lit_pretrain.corpus.reader import open_tokens, verify_folder
 from lit_pretrain.corpus.tokenizer import TokenizerFile, train_tokenizer
 from lit_pretrain.corpus.writer import ShardWriter
 from lit_pretrain.errors import ConfigError, DataError
@@ -81,30 +84,71 @@ class DefaultCorpus:
         self._found: tuple[Path, dict[str, list[SourceFile]]] | None = None
 
     def locate(self) -> PreparedCorpus:
-        """Where everything is.
+        """Where everything is; sizes and headers are checked.
 
         Raises:
-            DataError: When ``prepare`` has not run.
+            DataError: When ``prepare`` has not run, or the cache is damaged.
         """
         folder, _ = self._find()
         if not folder.is_dir():
             raise DataError(f"The default corpus is not in {self.cache_dir} yet; call prepare() first.")
+        try:
+            self._check(folder)
+        except DataError as error:
+            raise DataError(
+                f"The default corpus in {folder} cannot be used: {str(error).rstrip('.')}. Call prepare() to make it "
+                "anew, or delete that folder."
+            ) from error
+        return self._contents(folder)
+
+    def prepare(self) -> PreparedCorpus:
+        """Make the corpus unless it is there and whole, by its checksums.
+
+        A damaged one is set aside under another name, for nobody knows what it was good for, and made anew. Several
+        processes may call this at once: one works, the others wait.
+        """
+        folder, files = self._find()
+        if not folder.is_dir() or self._damage(folder) is not None:
+            with readable_errors(self.cache_dir, doing="write"):
+                self.cache_dir.mkdir(parents=True, exist_ok=True)
+            with locked(self.cache_dir / f".{folder.name}.lock"):
+                if folder.is_dir() and (damage := self._damage(folder)) is not None:  # not by another process meanwhile
+                    _set_aside(folder, damage)
+                if not folder.is_dir():
+                    self._build(folder, files)
+        return self._contents(folder)
+
+    def _contents(self, folder: Path) -> PreparedCorpus:
         return PreparedCorpus(
             train={name: folder / f"{name}-train" for name in self.domains},
             validation={name: folder / f"{name}-validation" for name in self.domains},
             tokenizer=folder / "tokenizer.json",
         )
 
-    def prepare(self) -> PreparedCorpus:
-        """Make the corpus unless it is there. Several processes may call this at once: one works, the others wait."""
-        folder, files = self._find()
-        if not folder.is_dir():
-            with readable_errors(self.cache_dir, doing="write"):
-                self.cache_dir.mkdir(parents=True, exist_ok=True)
-            with locked(self.cache_dir / f".{folder.name}.lock"):
-                if not folder.is_dir():
-                    self._build(folder, files)
-        return self.locate()
+    def _check(self, folder: Path) -> None:
+        """Raises DataError unless tokenizer and shards can be opened and belong together."""
+        found = self._contents(folder)
+        assert found.tokenizer is not None
+        tokenizer = TokenizerFile(found.tokenizer)
+        streams = [open_tokens(path) for path in (*found.train.values(), *found.validation.values())]
+        check_alike(streams, tokenizer_hash=tokenizer.content_hash)
+
+    def _damage(self, folder: Path) -> str | None:
+        """What is wrong with a corpus that was once whole, or None; reads all of it, some 10 MB.
+
+        Raises:
+            DataError: It may be whole, but this process may not read it.
+        """
+        try:
+            self._check(folder)
+            found = self._contents(folder)
+            for path in (*found.train.values(), *found.validation.values()):
+                verify_folder(path)
+        except DataError as error:
+            if isinstance(error.__cause__, PermissionError):
+                raise
+            return str(error)
+        return None
 
     def _find(self) -> tuple[Path, dict[str, list[SourceFile]]]:
         """The cache folder, named after all that decides its bytes, and the files to read."""
@@ -189,30 +233,12 @@ class DefaultCorpus:
         return documents
 
 
-def holdout_mark(text: str) -> int:
-    """A number from 0 to 2^64 - 1 that depends on the text alone; documents below the limit are held out."""
-    return int.from_bytes(hashlib.sha256(b"split" + text.encode()).digest()[:8], "big")
-
-
-def holdout_limit(validation_fraction: float) -> int:
-    """The mark below which that share of documents lies."""
-    return int(validation_fraction * 2**64)
-
-
-def split_documents(texts: Sequence[str], *, validation_fraction: float) -> dict[str, list[str]]:
-    """Documents as ``train`` and ``validation``, decided by a hash of each text alone.
-
-    Equal texts land on one side, and a document keeps its side whatever else there is. With two documents or more, both
-    sides get one at least.
-    """
-    marks = [holdout_mark(text) for text in texts]
-    limit = holdout_limit(validation_fraction)
-    if len(set(marks)) > 1:
-        limit = min(max(limit, min(marks) + 1), max(marks))
-    return {
-        "train": [text for text, mark in zip(texts, marks, strict=True) if mark >= limit],
-        "validation": [text for text, mark in zip(texts, marks, strict=True) if mark < limit],
-    }
+def _set_aside(folder: Path, damage: str) -> None:
+    aside = folder.with_name(f"{folder.name}.damaged-{secrets.token_hex(4)}")
+    with readable_errors(folder, doing="rename"):
+        folder.rename(aside)
+    with Progress(f"The default corpus in {folder} is damaged: {damage}") as progress:
+        progress.say(f"making it anew; what was there is now {aside}, which may be deleted")
 
 
 def _write(

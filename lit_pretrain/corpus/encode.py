@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lit_pretrain.corpus._files import readable_errors, sync_folder, write_whole
-from lit_pretrain.corpus.default import holdout_limit, holdout_mark
 from lit_pretrain.corpus.documents import EMPTY, Document, Unusable, read_documents
+from lit_pretrain.corpus.holdout import holdout_limit, holdout_mark
 from lit_pretrain.corpus.sources import Piece, Reading
 from lit_pretrain.corpus.tokenizer import TokenizerFile
 from lit_pretrain.corpus.writer import ShardWriter

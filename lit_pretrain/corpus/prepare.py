@@ -15,8 +15,8 @@ from lit_pretrain.corpus import journal
 from lit_pretrain.corpus._files import locked, write_whole
 from lit_pretrain.corpus._progress import Progress
 from lit_pretrain.corpus._workers import encode_units
-from lit_pretrain.corpus.default import holdout_limit, holdout_mark
 from lit_pretrain.corpus.encode import Encoding, Tally, unit_folder, usable_documents
+from lit_pretrain.corpus.holdout import holdout_limit, holdout_mark
 from lit_pretrain.corpus.prepare_settings import TRAIN, PrepareSettings
 from lit_pretrain.corpus.sources import Found, Piece, find_inputs, plan_units, unit_size
 from lit_pretrain.corpus.tokenizer import EOS_TOKEN, TokenizerFile, train_tokenizer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -125,6 +126,68 @@ def test_an_interrupted_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
     with pytest.raises(DataError, match="not in"):
         corpus.locate()
+
+
+def damage_ids(folder: Path) -> None:
+    """Other ids, as many as before: only a checksum can tell."""
+    path = folder / "code-train" / "shard-00000.bin"
+    content = bytearray(path.read_bytes())
+    content[10] ^= 1
+    path.write_bytes(content)
+
+
+def truncate_ids(folder: Path) -> None:
+    path = folder / "english-validation" / "shard-00000.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+DAMAGES = {
+    "ids": damage_ids,
+    "truncated": truncate_ids,
+    "tokenizer": lambda folder: (folder / "tokenizer.json").write_text("{"),
+    "manifest": lambda folder: (folder / "code-validation" / "manifest.json").unlink(),
+    "index": lambda folder: (folder / "code-train" / "shard-00000.idx").write_bytes(b"MMIDIDX"),
+    "folder": lambda folder: shutil.rmtree(folder / "english-train"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_cache_is_set_aside_and_made_anew(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    (whole,) = (path for path in cache.iterdir() if path.is_dir())
+    folder = tmp_path / whole.name
+    shutil.copytree(whole, folder)
+    DAMAGES[kind](folder)
+    damaged = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    if kind != "ids":
+        with pytest.raises(DataError, match=rf"{folder} cannot be used: .*\. Call prepare\(\) .*delete that folder\.$"):
+            small(tmp_path).locate()
+    small(tmp_path).prepare()
+    said = capsys.readouterr().err
+    assert f"The default corpus in {folder} is damaged: " in said.replace("\n", "")
+    (aside,) = tmp_path.glob("*.damaged-*")
+    assert str(aside) in said
+    assert {path.relative_to(aside): path.read_bytes() for path in aside.rglob("*") if path.is_file()} == damaged
+    for path in (path for path in whole.rglob("*") if path.is_file()):
+        assert (folder / path.relative_to(whole)).read_bytes() == path.read_bytes()
+    small(tmp_path).prepare()
+    assert capsys.readouterr().err == "", "what is whole is left alone"
+
+
+def test_a_cache_that_may_not_be_read_is_not_damaged(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (whole,) = (path for path in cache.iterdir() if path.is_dir())
+    shutil.copytree(whole, tmp_path / whole.name)
+
+    def refuse(*_: object) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)  # permissions do not bind the superuser, who may run this
+    with pytest.raises(DataError, match=r"No permission to read .*; change its permissions"):
+        small(tmp_path).prepare()
+    assert [path.name for path in tmp_path.iterdir()] == [whole.name]
 
 
 def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
