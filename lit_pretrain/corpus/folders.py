@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,10 +40,10 @@ class ShardFolders:
         eos_token: str = EOS_TOKEN,
         dtype: str = "uint16",
     ) -> None:
-        if not sources:
+        self.sources = _paths("sources", sources)
+        self.validation = {} if validation is None else _paths("validation", validation)
+        if not self.sources:
             raise ConfigError("data.corpus.sources is empty; give it at least one name: folder.")
-        self.sources = {str(name): Path(path).expanduser() for name, path in sources.items()}
-        self.validation = {str(name): Path(path).expanduser() for name, path in (validation or {}).items()}
         for name in self.validation:
             if name not in self.sources:
                 raise ConfigError(
@@ -53,7 +54,9 @@ class ShardFolders:
             raise ConfigError("data.corpus.tokenizer already says vocab_size and eos_id; set one or the other.")
         if dtype not in ("uint8", "uint16", "uint32"):
             raise ConfigError(f"data.corpus.dtype={dtype!r} is no type for token ids; use uint8, uint16 or uint32.")
-        self.tokenizer = None if tokenizer is None else Path(tokenizer).expanduser()
+        if not isinstance(eos_token, str) or not eos_token:
+            raise ConfigError(f"data.corpus.eos_token={eos_token!r} must be the text of a token of the tokenizer.")
+        self.tokenizer = None if tokenizer is None else _path("tokenizer", tokenizer)
         self.vocab_size, self.eos_id, self.eos_token, self.dtype = vocab_size, eos_id, eos_token, dtype
 
     def locate(self) -> PreparedCorpus:
@@ -96,7 +99,32 @@ class ShardFolders:
                 with _named(f"data.corpus.{setting}.{name}"):
                     streams.append(open_tokens(path, dtype=self.dtype, vocab_size=vocab_size, eos_id=eos_id))
         check_alike(streams, tokenizer_hash=tokenizer_hash)
+        if self.tokenizer is not None:
+            _check_eos(streams[0], tokenizer)
         return streams
+
+
+def _paths(setting: str, given: Mapping[str, Path | str]) -> dict[str, Path]:
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"data.corpus.{setting}={given!r} must map names to folders: {{NAME: FOLDER}}.")
+    return {str(name): _path(f"{setting}.{name}", path) for name, path in given.items()}
+
+
+def _path(setting: str, given: Path | str) -> Path:
+    if not isinstance(given, str | os.PathLike) or not str(given):
+        raise ConfigError(f"data.corpus.{setting}={given!r} must be the path of a file or folder.")
+    return Path(given).expanduser()
+
+
+def _check_eos(stream: TokenStream, tokenizer: TokenizerFile) -> None:
+    """Raises DataError where shards end their documents with another token than the one named."""
+    if stream.info.eos_id in (None, tokenizer.eos_id):
+        return
+    there = tokenizer.token_of(stream.info.eos_id)
+    raise DataError(
+        f"data.corpus.eos_token={tokenizer.eos_token} is the id {tokenizer.eos_id}, but documents in {stream.path} end "
+        f"with the id {stream.info.eos_id}; set data.corpus.eos_token={there}."
+    )
 
 
 @contextmanager

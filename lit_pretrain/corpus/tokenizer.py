@@ -83,6 +83,11 @@ class TokenizerFile:
         """Text of ``ids``; special tokens are left out, bytes that are no UTF-8 become U+FFFD."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    def token_of(self, index: int) -> str | None:
+        """How the vocabulary spells a token; None for an id without one."""
+        token: str | None = self._tokenizer.id_to_token(index)
+        return token
+
     def token_bytes(self) -> NDArray[np.int64]:
         """UTF-8 bytes that each id stands for, (V,), int64; 0 for special tokens.
 
