@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -15,6 +15,13 @@ class Pausable(Protocol):
     def pause_timing(self) -> None:
         """Do not count what happens until the next training batch."""
         ...
+
+
+def pause_timing_of(callbacks: Iterable[object]) -> None:
+    """Pause every callback that times training: what comes next is not training."""
+    for callback in callbacks:
+        if isinstance(callback, Pausable):
+            callback.pause_timing()
 
 
 @dataclass

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lit_pretrain.callbacks import _compat
-from lit_pretrain.callbacks._meter import Pausable
+from lit_pretrain.callbacks._meter import pause_timing_of
 from lit_pretrain.callbacks.order import Order
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.specs import TextGenerator
@@ -126,9 +126,7 @@ class TextSampler(Callback):
         if trainer.global_step == self._sampled_at:
             return
         self._sampled_at = trainer.global_step
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, Pausable):
-                callback.pause_timing()
+        pause_timing_of(trainer.callbacks)  # type: ignore[attr-defined]
         assert isinstance(pl_module, TextGenerator)
         assert self._codec is not None
         # Not inference_mode: it breaks the next backward of models sharded by torch's fully_shard.

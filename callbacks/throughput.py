@@ -12,8 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_pretrain.callbacks import _compat
-from lit_pretrain.callbacks._meter import StepMeter
-from lit_pretrain.callbacks._peak import device_peak_flops
+from lit_pretrain.callbacks._meter import StepMeter, pause_timing_of
+from lit_pretrain.callbacks._peak import MatmulPeak, device_peak_flops
 from lit_pretrain.callbacks._tokens import TokensPerBatch, check_tokens_per_batch, tokens_in
 from lit_pretrain.callbacks.order import Order
 from lit_pretrain.errors import ConfigError
@@ -39,7 +39,9 @@ class ThroughputMonitor(Callback):
         flops_per_token: Of forward and backward, or None to take the module's attribute ``flops_per_token``; without
             either there is no ``perf/mfu``.
         peak_flops: FLOP/s of one device; ``auto`` takes the published figure of a GPU and measures matrix products
-            for 0.2 s on a CPU; None turns ``perf/mfu`` off.
+            on a CPU, in the type that training multiplies in: the best of some bursts of 0.05 s before training, and
+            again whenever training beats it, for other work on the machine makes a measurement too low. ``perf/mfu``
+            against a measured peak is therefore never above 1. None turns ``perf/mfu`` off.
         tokens_per_batch: Tokens of one rank's batch, or a function of the batch; None asks the data module's
             ``tokens_per_update``. Without either there are times but no tokens.
         window: Updates to average over.
@@ -76,7 +78,7 @@ class ThroughputMonitor(Callback):
         self.tokens = 0.0
         self._meter = self._new_meter()
         self._flops: float | None = None
-        self._peak: float | None = None
+        self._peak: float | MatmulPeak | None = None
         self._device = torch.device("cpu")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -89,7 +91,7 @@ class ThroughputMonitor(Callback):
         self._flops = float(flops() if callable(flops) else flops) if flops is not None else None
         self._peak = None
         if self._flops is not None and self.peak_flops is not None:
-            self._peak = self._peak_of(pl_module) if self.peak_flops == "auto" else float(self.peak_flops)
+            self._peak = self._peak_of(trainer, pl_module) if self.peak_flops == "auto" else float(self.peak_flops)
             if self._peak is None:
                 rank_zero_warn(
                     f"No peak FLOP/s is known for {self._device}; set callbacks.throughput.peak_flops for perf/mfu."
@@ -134,9 +136,21 @@ class ThroughputMonitor(Callback):
     def _new_meter(self) -> StepMeter:
         return StepMeter(window=self.window, ignore=self.ignore_updates, clock=self.clock)
 
-    def _peak_of(self, pl_module: LightningModule) -> float | None:
+    def _peak_of(self, trainer: Trainer, pl_module: LightningModule) -> float | MatmulPeak | None:
+        kind = self._device.type
+        with trainer.precision_plugin.forward_context():
+            if torch.is_autocast_enabled(kind):
+                return device_peak_flops(self._device, torch.get_autocast_dtype(kind))
         dtypes = (p.dtype for p in pl_module.parameters() if p.is_floating_point())
         return device_peak_flops(self._device, next(dtypes, torch.float32))
+
+    def _utilisation(self, trainer: Trainer, flops_per_s: float) -> float | None:
+        peak = self._peak
+        if isinstance(peak, MatmulPeak):
+            if flops_per_s > peak.flops_per_s:
+                pause_timing_of(trainer.callbacks)  # type: ignore[attr-defined]
+            peak = peak.challenge(flops_per_s)
+        return None if peak is None else flops_per_s / peak
 
     def _figures(self, trainer: Trainer, *, knows_tokens: bool) -> dict[str, float]:
         figures = {"perf/memory_gib": memory_bytes(self._device) / 2**30}
@@ -148,8 +162,11 @@ class ThroughputMonitor(Callback):
         speed = self._meter.tokens_per_second
         if knows_tokens and speed is not None:
             figures["perf/tokens_per_s"] = speed
-            if self._flops is not None and self._peak is not None:
-                figures["perf/mfu"] = speed * self._flops / (self._peak * trainer.world_size)
+            share = None
+            if self._flops is not None:
+                share = self._utilisation(trainer, speed * self._flops / trainer.world_size)
+            if share is not None:
+                figures["perf/mfu"] = share
         return figures
 
 

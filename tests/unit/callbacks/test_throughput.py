@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
@@ -7,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_pretrain.callbacks import ThroughputMonitor
 from lit_pretrain.callbacks._meter import StepMeter
-from lit_pretrain.callbacks._peak import measured_matmul_flops
+from lit_pretrain.callbacks._peak import MatmulPeak, matmul_peak
 from lit_pretrain.callbacks.throughput import memory_bytes
 from lit_pretrain.errors import ConfigError
 from tests.unit.callbacks.tiny import Tiny, loader, trainer
@@ -128,19 +130,93 @@ def test_tokens_of_a_plain_loader(tmp_path, setting, tokens):
     assert run.callback_metrics["perf/memory_gib"] > 0.01
 
 
+class Products:
+    """Matrix products of 1 MFLOP on a clock of their own; each takes the next of ``seconds``, then the last again."""
+
+    def __init__(self, *seconds):
+        self.seconds, self.clock, self.done = list(seconds), Clock(), 0
+
+    def __call__(self):
+        self.done += 1
+        self.clock.now += self.seconds.pop(0) if len(self.seconds) > 1 else self.seconds[0]
+
+    def peak(self):
+        return MatmulPeak([self], [1e6], clock=self.clock)
+
+
+def test_the_best_product_counts_and_starting_is_short():
+    # a slow first product (threads), then a machine whose other work lets one product in nine alone
+    products = Products(0.3, *[0.008] * 8, 0.001, 0.008)
+    assert products.peak().flops_per_s == pytest.approx(1e6 / 0.001)
+    # three bursts, each until 0.05 s are over: 7 products of 8 ms, and one more in the first, for 1 ms is short
+    assert products.done - 1 <= 3 * 7 + 1
+    assert products.clock.now - 100 - 0.3 < 3 * (0.05 + 0.008)
+
+
+def test_a_beaten_peak_is_measured_again():
+    products = Products(0.008)
+    peak = products.peak()
+    assert peak.flops_per_s == pytest.approx(1.25e8)
+    before = products.done
+    assert peak.challenge(1.2e8) == pytest.approx(1.25e8)
+    assert products.done == before, "nothing is measured while nothing is beaten"
+    products.seconds = [0.008, 0.002]  # the machine has become quiet
+    assert peak.challenge(2e8) == pytest.approx(5e8)
+    assert peak.challenge(4e8) == pytest.approx(5e8)
+
+
+def test_a_peak_that_stays_beaten_follows_with_one_warning():
+    products = Products(0.01)
+    peak = products.peak()
+    now = products.clock.now
+    with pytest.warns(UserWarning, match=r"runs at 0\.2 GFLOP/s, matrix products alone at 0\.1: flops_per_token"):
+        assert peak.challenge(2e8) == 2e8
+    assert products.clock.now - now < 4 * (0.05 + 0.01), "measuring again is short too"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert peak.challenge(4e8) == 4e8
+
+
+def test_a_share_of_a_measured_peak_is_at_most_one(tmp_path, monkeypatch):
+    """Steps of 2 s on the monitor's clock beat what was measured; measuring again is not training time."""
+    clock, notes, products = Clock(), Notes(), Products(0.01)
+    peak = products.peak()
+    products.seconds = [0.005]
+    products.clock = peak._clock = clock
+    monkeypatch.setattr("lit_pretrain.callbacks.throughput.device_peak_flops", lambda device, dtype: peak)
+    monitor = ThroughputMonitor(clock=clock, flops_per_token=150e6 * 2.0 / 640, window=1, ignore_updates=1)
+    run = trainer(tmp_path, monitor, notes, max_steps=6, limit_val_batches=0)
+    run.fit(Timed(clock), datamodule=Data(clock))
+    # 640 tokens in 2.5 s: 120 MFLOP/s beat the 100 measured with products of 10 ms; those of 5 ms make 200.
+    assert notes.metrics[1]["perf/mfu"] == pytest.approx(120 / 200)
+    # The next update is without its wait of 0.5 s, unknown after a pause, and without the measurement.
+    assert [m["perf/step_time_s"] for m in notes.metrics[1:]] == pytest.approx([2.5, 2.0, 2.5, 2.5, 2.5])
+    assert all(m["perf/mfu"] <= 1 for m in notes.metrics[1:])
+
+
+@pytest.mark.parametrize(("precision", "expected"), [("32-true", torch.float32), ("bf16-mixed", torch.bfloat16)])
+def test_the_peak_is_measured_in_the_type_that_training_multiplies_in(tmp_path, monkeypatch, precision, expected):
+    seen = []
+    monkeypatch.setattr("lit_pretrain.callbacks.throughput.device_peak_flops", lambda device, dtype: seen.append(dtype))
+    monitor = ThroughputMonitor(tokens_per_batch=10, flops_per_token=1.0)
+    with pytest.warns(UserWarning, match="No peak FLOP/s is known"):
+        trainer(tmp_path, monitor, max_steps=1, precision=precision).fit(Tiny(), loader())
+    assert seen == [expected]
+
+
 def test_mfu_against_a_measured_peak_with_the_modules_own_flops(tmp_path):
     model = Tiny()
     model.flops_per_token = 1e6
     run = trainer(tmp_path, ThroughputMonitor(tokens_per_batch=10, ignore_updates=0), max_steps=3)
     run.fit(model, loader())
-    peak = measured_matmul_flops(torch.float32, torch.get_num_threads())
+    peak = matmul_peak(torch.float32, torch.get_num_threads()).flops_per_s
     speed = float(run.callback_metrics["perf/tokens_per_s"])
     assert float(run.callback_metrics["perf/mfu"]) == pytest.approx(speed * 1e6 / peak, rel=1e-5)
 
 
 def test_measured_peak_is_a_plausible_rate():
     # No CPU core is below 0.1 or above 10,000 GFLOP/s.
-    assert 1e8 < measured_matmul_flops(torch.float32, torch.get_num_threads()) < 1e13
+    assert 1e8 < matmul_peak(torch.float32, torch.get_num_threads()).flops_per_s < 1e13
 
 
 def test_memory_grows_with_what_is_held():
