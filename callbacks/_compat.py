@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from torch.optim import Optimizer
+
+from lit_pretrain.callbacks._compat_log import log as log
 
 
 def should_log(trainer: Trainer) -> bool:
@@ -17,20 +18,6 @@ def should_log(trainer: Trainer) -> bool:
     from it under manual optimization. Can go when the trainer offers a public answer (seen in lightning 2.6).
     """
     return bool(trainer._logger_connector.should_update_logs or is_debugging(trainer) or ends_run(trainer))
-
-
-def log(trainer: Trainer, metrics: Mapping[str, float]) -> None:
-    """Hand metrics to the loggers and to ``trainer.callback_metrics``; call it where ``should_log`` says so.
-
-    ``LightningModule.log`` copies and walks every value several times, at each step from then on: about 12 figures cost
-    more than 10 ms of a contended core. The step is the one under which Lightning writes this batch's own metrics;
-    ``_batches_that_stepped`` has no public counterpart (2.6).
-    """
-    values = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
-    trainer.callback_metrics.update(values)
-    trainer.logged_metrics.update(values)
-    for logger in trainer.loggers:
-        logger.log_metrics(dict(metrics), step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def is_debugging(trainer: Trainer) -> bool:
