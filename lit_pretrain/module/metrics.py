@@ -39,9 +39,10 @@ class TokenLoss(Metric):
             num_targets: Valid targets, 0-d.
             num_bytes: UTF-8 bytes of those targets; 0 when unknown.
         """
-        self.nll_sum += nll_sum.detach().to(self.nll_sum.dtype)
-        self.num_targets += num_targets
-        self.num_bytes += num_bytes
+        # Not in place: a reset within inference mode (Trainer.validate) leaves states that training may not change.
+        self.nll_sum = self.nll_sum + nll_sum.detach().to(self.nll_sum.dtype)
+        self.num_targets = self.num_targets + num_targets
+        self.num_bytes = self.num_bytes + num_bytes
 
     def compute(self) -> Tensor:
         """Mean negative log-likelihood in nats per token, 0-d."""

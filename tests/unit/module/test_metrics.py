@@ -36,3 +36,12 @@ def test_counts_stay_exact_beyond_float32():
     for _ in range(3):
         metric.update(torch.tensor(2.0**25), torch.tensor(2**25 + 1))
     assert int(metric.num_targets) == 3 * 2**25 + 3
+
+
+def test_goes_on_after_a_reset_in_inference_mode():
+    """``Trainer.validate`` before ``Trainer.fit``: the states are then inference tensors."""
+    metric = TokenLoss()
+    with torch.inference_mode():
+        metric.reset()
+    metric.update(torch.tensor(6.0), torch.tensor(2), torch.tensor(3))
+    assert metric.compute().item() == 3.0
