@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lit_pretrain.corpus import derive_keys
+from lit_pretrain.data.replica import Replica
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.models import GPT, ActivationCheckpointing, generate, init_weights
 from lit_pretrain.module.metrics import TokenLoss
@@ -149,6 +151,13 @@ class GPTModule(pl.LightningModule):
     def on_fit_start(self) -> None:
         """Start with no half-finished accumulation window."""
         self._weighting.drop()
+
+    def on_train_start(self) -> None:
+        """Give every data-parallel rank dropout masks of its own: all of them were seeded alike."""
+        place = Replica.of(self.trainer)
+        if self.config.dropout > 0 and place.rank > 0:
+            (key,) = derive_keys("dropout", torch.initial_seed(), place.rank, count=1)
+            torch.manual_seed(int(key) >> 1)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss of one microbatch, weighted by the nominal target count."""
