@@ -51,7 +51,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0; 1 for a failed run or a refused setting; 2 for a wrong verb or flag; 130 after Ctrl-C;
         128 + n after signal n.
     """
-    argv = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = _main(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader (head, a closed pager) has enough
+        # What is left in the buffer goes nowhere; else Python complains about it when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
+
+
+def _main(argv: list[str]) -> int:
     if {"-sc", "--shell-completion"} & set(argv):
         return _complete(argv)
     if not argv or argv[0] in ("-h", "--help", "help"):

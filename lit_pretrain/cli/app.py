@@ -108,8 +108,8 @@ def run_verb(verb: str, argv: list[str]) -> int:
     job: Callable[..., Any] = module.job
     if hasattr(module, "prepare_arguments"):
         argv = module.prepare_arguments(argv)
-    if not ranks.is_rank_zero():  # torchrun, srun: one rank writes .hydra and the log file
-        argv = [*argv, "hydra.output_subdir=null", "hydra/job_logging=stdout"]
+    if not ranks.is_rank_zero():  # torchrun, srun: one rank writes the log file
+        argv = [*argv, "hydra/job_logging=stdout"]
     with tempfile.TemporaryDirectory(prefix="lit-pretrain-") as scratch:
         note = Path(scratch) / "sweep"
         # With HYDRA_FULL_ERROR Hydra raises what went wrong instead of printing it and leaving the process.
@@ -130,7 +130,11 @@ def _run(verb: str, job: Callable[..., Any], argv: list[str], note: Path) -> int
     except SystemExit as e:  # a flag with a wrong value, by argparse
         return e.code if isinstance(e.code, int) else 1
     except Failed as e:
+        if isinstance(e.__cause__, BrokenPipeError):
+            raise e.__cause__ from None
         return _say_why(e.__cause__, verb, argv)
+    except BrokenPipeError:
+        raise
     except Exception as e:
         return 1 if _sweep_failures(note) else _say_why(e, verb, argv)
     return 1 if _sweep_failures(note) else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -112,6 +113,16 @@ def _precision(config: Mapping[str, Any]) -> None:
     value = trainer.get("precision")
     if value is not None and trainer.get("_target_") == TRAINER and str(value) not in words:
         raise ConfigError(f"trainer.precision={value!r} must be one of {', '.join(words)}.")
+    if str(value) in ("16", "16-mixed") and _on_cpu(trainer):
+        raise ConfigError(
+            f"trainer.precision={value} needs a GPU: on a CPU Lightning would train in bf16 instead and only warn; use "
+            f"precision=bf16 or precision=fp32."
+        )
+
+
+def _on_cpu(trainer: Mapping[str, Any]) -> bool:
+    accelerator = trainer.get("accelerator", "auto")
+    return accelerator == "cpu" or (accelerator == "auto" and not derive.visible_gpus() and sys.platform != "darwin")
 
 
 def is_light(node: object) -> bool:

@@ -14,14 +14,14 @@ from omegaconf import DictConfig
 from lit_pretrain.cli import derive, launch, saved
 from lit_pretrain.cli.resolvers import resolve
 from lit_pretrain.cli.table import columns
-from lit_pretrain.corpus import ShardFolders, TokenizerFile, Windows, open_tokens
+from lit_pretrain.corpus import EOS_TOKEN, ShardFolders, TokenizerFile, Windows, open_tokens
 from lit_pretrain.corpus.baselines import CrossEntropy
 from lit_pretrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from lit_pretrain.models import GPT
 
-FREE_TEXT = ("run", "text", "checkpoint", "tokenizer")
+FREE_TEXT = ("run", "text", "checkpoint", "tokenizer", "eos_token")
 """Settings whose value is text as it stands, not Hydra's grammar."""
 FORMATS = ("table", "json")
 
@@ -54,10 +54,11 @@ def _evaluate(plain: Mapping[str, Any]) -> dict[str, Any]:
     precision = str(plain["as_precision"] or (resolved.get("trainer") or {}).get("precision", "32-true"))
     of: _HeldOut | _Shards | _Text
     if plain["text"] is not None:
-        tokenizer = TokenizerFile(saved.find_tokenizer(run_dir, plain["tokenizer"], resolved=resolved))
+        tokenizer = saved.open_tokenizer(run_dir, plain["tokenizer"], resolved=resolved, eos_token=plain["eos_token"])
         of = _Text(plain["text"], tokenizer, stride=plain["stride"], max_tokens=max_tokens)
     elif plain["shards"] is not None:
-        of = _Shards(plain["shards"], find_own_tokenizer(run_dir, plain["tokenizer"], resolved), max_tokens=max_tokens)
+        own = find_own_tokenizer(run_dir, plain["tokenizer"], resolved, eos_token=plain["eos_token"])
+        of = _Shards(plain["shards"], own, max_tokens=max_tokens)
     else:
         of = _HeldOut(data, max_tokens=max_tokens)
     model: Any = saved.load(resolved, checkpoint, device=str(plain["device"]))
@@ -78,10 +79,12 @@ def _evaluate(plain: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def find_own_tokenizer(run_dir: Path, given: object, resolved: Mapping[str, Any]) -> Path | None:
+def find_own_tokenizer(
+    run_dir: Path, given: object, resolved: Mapping[str, Any], *, eos_token: object
+) -> TokenizerFile | None:
     """The tokenizer of a run, the one given instead, or None where the run has none."""
     try:
-        return saved.find_tokenizer(run_dir, given, resolved=resolved)
+        return saved.open_tokenizer(run_dir, given, resolved=resolved, eos_token=eos_token)
     except ConfigError:
         if given is not None:
             raise
@@ -124,13 +127,14 @@ class _HeldOut:
 class _Shards:
     """Shard folders, all of each."""
 
-    def __init__(self, data: object, tokenizer: Path | None, *, max_tokens: int | None) -> None:
+    def __init__(self, data: object, tokenizer: TokenizerFile | None, *, max_tokens: int | None) -> None:
         if isinstance(data, str):
             data = {Path(data).expanduser().name: data}
         if not isinstance(data, Mapping) or not data or not all(isinstance(path, str) for path in data.values()):
             raise ConfigError(f"shards={data!r} must be a shard folder, or several as {{name: folder}}.")
-        self._found = ShardFolders(sources=data, tokenizer=tokenizer).locate()
-        self._tokenizer = None if tokenizer is None else TokenizerFile(tokenizer)
+        path, eos = (None, EOS_TOKEN) if tokenizer is None else (tokenizer.path, tokenizer.eos_token)
+        self._found = ShardFolders(sources=data, tokenizer=path, eos_token=eos).locate()
+        self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self.title = ", ".join(str(path) for path in self._found.train.values())
 

@@ -11,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lit_pretrain.cli import checks, hints, launch, resolvers
+from lit_pretrain.cli import checks, hints, launch, merging, resolvers
 from lit_pretrain.cli.explanation import Hardware, sections
 from lit_pretrain.cli.outlook import look
 from lit_pretrain.cli.suspicions import suspicions
@@ -37,7 +37,12 @@ def job(config: DictConfig) -> None:
 
 def _explain(config: DictConfig) -> None:
     words = [str(word) for word in OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False) or ()]
+    merged: list[str] = []
     plain, errors = resolve_gently(config, words)
+    try:
+        merged = merging.stays(config, words)
+    except ConfigError as e:
+        errors.append(str(e))
     hardware = find_hardware(plain.pop(OWN, {}) or {})
     outlook = look(plain)
     more = [*checks.violations(plain), *outlook.errors]
@@ -45,7 +50,7 @@ def _explain(config: DictConfig) -> None:
         more = [sentence for sentence in more if not sentence.endswith(NEEDED)]
     errors = list(dict.fromkeys([*errors, *more]))
     text = layout(sections(outlook, hardware))
-    text += _sentences("suspicious", suspicions(outlook)) + _sentences("illegal", errors)
+    text += _sentences("suspicious", [*merged, *suspicions(outlook)]) + _sentences("illegal", errors)
     sys.stdout.write(text)
     if errors:
         count = "1 setting" if len(errors) == 1 else f"{len(errors)} settings"

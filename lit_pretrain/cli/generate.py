@@ -12,10 +12,9 @@ from omegaconf import DictConfig
 
 from lit_pretrain.cli import launch, saved
 from lit_pretrain.cli.resolvers import resolve
-from lit_pretrain.corpus import TokenizerFile
 from lit_pretrain.errors import ConfigError
 
-FREE_TEXT = ("prompt", "prompt_file", "run", "checkpoint", "tokenizer")
+FREE_TEXT = ("prompt", "prompt_file", "run", "checkpoint", "tokenizer", "eos_token")
 """Settings whose value is text as it stands, not Hydra's grammar."""
 FORMATS = ("text", "json")
 
@@ -29,8 +28,6 @@ def job(config: DictConfig) -> None:
     """Print prompts and their continuations."""
     try:
         _generate(config)
-    except BrokenPipeError:  # the reader (head, a closed pager) has enough
-        sys.stderr.close()
     except Exception as e:
         raise launch.Failed from e
 
@@ -42,7 +39,7 @@ def _generate(config: DictConfig) -> None:
     run_dir = Path(str(plain["run"])).expanduser()
     resolved = saved.read_resolved(run_dir)
     checkpoint = saved.find_checkpoint(run_dir, str(plain["checkpoint"]))
-    tokenizer = TokenizerFile(saved.find_tokenizer(run_dir, plain["tokenizer"], resolved=resolved))
+    tokenizer = saved.open_tokenizer(run_dir, plain["tokenizer"], resolved=resolved, eos_token=plain["eos_token"])
     model: Any = saved.load(resolved, checkpoint, device=str(plain["device"]))
 
     from lit_pretrain.models import generate, stream
@@ -68,7 +65,12 @@ def find_prompts(plain: Mapping[str, Any]) -> list[str]:
     if plain["prompts"] is not None:
         if not isinstance(plain["prompts"], list) or not plain["prompts"]:
             raise ConfigError(f'prompts={plain["prompts"]!r} must be a list of texts: \'prompts=["a", "b"]\'.')
-        return [str(prompt) for prompt in plain["prompts"]]
+        for number, prompt in enumerate(plain["prompts"]):
+            if not isinstance(prompt, str):
+                raise ConfigError(
+                    f'prompts[{number}]={prompt!r} is no text; put quotes around each: \'prompts=["1", "null"]\'.'
+                )
+        return list(plain["prompts"])
     if plain["prompt_file"] is not None:
         lines = saved.read_text(Path(str(plain["prompt_file"])).expanduser(), setting="prompt_file").splitlines()
         prompts = [line for line in lines if line.strip()]

@@ -11,7 +11,12 @@ import yaml
 from hydra import compose, initialize_config_module
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import (
+    InterpolationKeyError,
+    InterpolationToMissingValueError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
 
 from lit_pretrain.cli import flags
 from lit_pretrain.errors import ConfigError
@@ -83,10 +88,16 @@ def _no_such_key(key: str, verb: str, argv: Sequence[str]) -> str:
     found: list[str] = []
     leaf = key
     for leaf in key.split("."):
-        if not isinstance(node, DictConfig) or leaf not in node:
+        if not isinstance(node, DictConfig) or leaf not in set(map(str, node)):  # `in` denies what is ???
             break
         found.append(leaf)
         node = OmegaConf.select(config, ".".join(found))
+    if len(found) == key.count(".") + 1:  # it is there: the value is a mapping with other names than it has
+        value = next((a.partition("=")[2] for a in reversed(argv) if a.startswith(f"{key}=")), "{...}")
+        return (
+            f"{key} has names already, and a mapping changes only those; to replace it write '~{key}' "
+            f"'+{key}={value}', to add to it +{key}.NAME=...."
+        )
     known = {str(k) for k in node} if isinstance(node, DictConfig) else set()
     if not found:
         known |= _groups(argv)
@@ -111,6 +122,10 @@ def _value(chain: Sequence[BaseException], text: str, argv: Sequence[str]) -> st
         key = getattr(e, "full_key", None)
         if isinstance(e, MissingMandatoryValue) and key:
             return f"{key} must be given: {key}=..."
+        if isinstance(e, InterpolationToMissingValueError):
+            wanted = re.search(r"Missing mandatory value: ([\w.]+)", str(e))
+            if wanted:
+                return f"{wanted.group(1)} must be given: {wanted.group(1)}=..."
         if isinstance(e, InterpolationKeyError) and key:
             wanted = re.search(r"key '([^']+)' not found", str(e))
             return f"{key} follows from {wanted.group(1) if wanted else 'another setting'}, which is not there."

@@ -109,7 +109,7 @@ def overrides(done: Prepared) -> list[str]:
         words.append(f"data.corpus.validation={{{name}: {_quoted(folder / 'validation')}}}")
     words.append(f"data.corpus.tokenizer={_quoted(folder / 'tokenizer.json')}")
     if tokenizer["eos_token"] != EOS_TOKEN:
-        words.append(f"++data.corpus.eos_token={_quoted(tokenizer['eos_token'])}")
+        words.append(f"data.corpus.eos_token={_quoted(tokenizer['eos_token'])}")
     return [*words, f"model.vocab_size={tokenizer['vocab_size']}"]
 
 

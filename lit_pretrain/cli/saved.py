@@ -11,6 +11,7 @@ import yaml
 
 from lit_pretrain.cli import launch
 from lit_pretrain.cli.checks import is_light
+from lit_pretrain.corpus import EOS_TOKEN, TokenizerFile
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.instantiate import build, checkpoints
 from lit_pretrain.specs import PreparedCorpus
@@ -127,10 +128,31 @@ def _best(folder: Path, found: Sequence[Path]) -> Path:
     return path
 
 
+def open_tokenizer(
+    run_dir: Path, given: object, *, resolved: Mapping[str, Any], eos_token: object = None
+) -> TokenizerFile:
+    """The tokenizer of a run, or the one given instead, with the token that ends a document in the run's data.
+
+    Args:
+        run_dir: The run folder.
+        given: A file, or None for the run's own.
+        resolved: The run's configuration.
+        eos_token: Instead of the run's; for a tokenizer that is not the run's own.
+
+    Raises:
+        ConfigError: There is no tokenizer.
+        DataError: It is damaged, or has no such token.
+    """
+    path = find_tokenizer(run_dir, given, resolved=resolved)
+    corpus = (resolved.get("data") or {}).get("corpus")
+    own = corpus.get("eos_token") if isinstance(corpus, Mapping) else None
+    return TokenizerFile(path, eos_token=str(eos_token or own or EOS_TOKEN))
+
+
 def find_tokenizer(run_dir: Path, given: object, *, resolved: Mapping[str, Any]) -> Path:
     """The tokenizer of a run, or the one given instead.
 
-    A finished run has a copy in its folder; that of an unfinished one is still where its data is.
+    A run copies it into its folder when it starts; where that is missing, it may still be where the data is.
 
     Args:
         run_dir: The run folder.

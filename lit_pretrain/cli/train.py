@@ -6,6 +6,7 @@ Neither torch nor Lightning is loaded here, unless this process is a rank itself
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lit_pretrain.cli import checks, launch, ranks, report, resolvers
+from lit_pretrain.cli import checks, launch, merging, ranks, report, resolvers
 from lit_pretrain.cli.app import COMMAND_VARIABLE
 from lit_pretrain.cli.claim import InUseError, claimed
 from lit_pretrain.cli.resolvers import resolve
@@ -23,12 +24,28 @@ from lit_pretrain.errors import ConfigError
 
 resolvers.register()  # at import: joblib's and submitit's workers import this module before they compose
 
+HYDRA = ".hydra"
+
 
 def save(config: dict[str, Any], path: Path) -> None:
     """Write a configuration as YAML, complete or not at all."""
     draft = path.with_suffix(f".{os.getpid()}.tmp")
     draft.write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), encoding="utf-8")
     os.replace(draft, path)
+
+
+def words_of(hydra_config: Any) -> list[str]:
+    """The overrides of a job, as they were written: ``${...}`` stays a word."""
+    return [str(word) for word in OmegaConf.to_container(hydra_config.overrides.task, resolve=False) or ()]
+
+
+def save_for_hydra(config: DictConfig, run_dir: Path) -> None:
+    """Write what Hydra writes into ``.hydra``, but only once the folder is ours: a refused run leaves it alone."""
+    folder = run_dir / HYDRA
+    folder.mkdir(exist_ok=True)
+    of_hydra = HydraConfig.get()
+    for name, node in {"config": config, "hydra": {"hydra": of_hydra}, "overrides": of_hydra.overrides.task}.items():
+        (folder / f"{name}.yaml").write_text(OmegaConf.to_yaml(node), encoding="utf-8")
 
 
 def job(config: DictConfig) -> float | None:
@@ -44,9 +61,8 @@ def job(config: DictConfig) -> float | None:
         return _metric(OmegaConf.select(config, "optimized_metric"), result["metrics"], needed=optimised)
     except Exception as e:
         if ranks.is_rank_zero() and (multirun or not isinstance(e, InUseError)):
-            words = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)  # ${...} stays a word
             with suppress(OSError):  # a full disk must not hide what went wrong
-                report.write(run_dir, [str(word) for word in words or ()], e)
+                report.write(run_dir, words_of(hydra_config), e)
         if multirun:
             raise
         raise launch.Failed from e
@@ -64,6 +80,8 @@ def _metric(name: str | None, metrics: Mapping[str, float | None], *, needed: bo
 
 
 def _run(config: DictConfig, run_dir: Path, *, multirun: bool) -> dict[str, Any]:
+    for sentence in merging.stays(config, words_of(HydraConfig.get())):
+        print(f"lit-pretrain: {sentence}", file=sys.stderr)
     plain = resolve(config)
     checks.check(plain, multirun=multirun)
     outer = ranks.external()
@@ -71,6 +89,7 @@ def _run(config: DictConfig, run_dir: Path, *, multirun: bool) -> dict[str, Any]
         if outer is None or outer.rank == 0:
             checks.writable(run_dir)
             stack.enter_context(claimed(run_dir))
+            save_for_hydra(config, run_dir)
             save(plain, run_dir / launch.RESOLVED)
         if outer is None and not plain["run"]["inline"]:
             in_worker = os.environ.get(COMMAND_VARIABLE) not in (None, str(os.getpid()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +20,6 @@ from lit_pretrain.instantiate.run import Run, build_run
 
 RESOLVED = "resolved.yaml"
 RESULT = "result.json"
-TOKENIZER = "tokenizer.json"
 
 
 def train(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,7 +52,6 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
         "checkpoint": str(saved[-1]) if saved else None,
     }
     if trainer.is_global_zero:
-        _keep_tokenizer(run, run_dir)
         _write(result, run_dir / RESULT)
         print(summary(config, result), flush=True)
     return result
@@ -85,7 +82,8 @@ def summary(config: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     if result["checkpoint"]:
         rows.append(("checkpoint", result["checkpoint"]))
     logger = config.get("logger")
-    if isinstance(logger, Mapping) and str(logger.get("_target_", "")).endswith("TensorBoardLogger"):
+    logged = not config["trainer"].get("fast_dev_run")
+    if logged and isinstance(logger, Mapping) and str(logger.get("_target_", "")).endswith("TensorBoardLogger"):
         rows.append(("curves", f"tensorboard --logdir {run_dir}"))
     if result["checkpoint"]:
         rows.append(("text", f'lit-pretrain generate run={run_dir} prompt="..."'))
@@ -101,13 +99,6 @@ def _keep_configuration(config: Mapping[str, Any], path: Path) -> None:
         draft = path.with_suffix(f".{os.getpid()}.tmp")
         draft.write_text(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
         os.replace(draft, path)
-
-
-def _keep_tokenizer(run: Run, run_dir: Path) -> None:
-    """Copy the tokenizer beside the checkpoints: the run folder alone is then enough to make text."""
-    source = getattr(getattr(run.datamodule, "tokenizer", None), "path", None)
-    if source is not None:
-        shutil.copyfile(source, run_dir / TOKENIZER)
 
 
 def _write(result: Mapping[str, Any], path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -13,6 +14,7 @@ from lit_pretrain.callbacks import sort_callbacks
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.instantiate.build import build, validate
 from lit_pretrain.instantiate.closing import Closing
+from lit_pretrain.instantiate.opening import TokenizerCopy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,7 @@ def build_trainer(config: Mapping[str, Any]) -> Trainer:
     trainer: Trainer = build(
         node,
         "trainer",
-        callbacks=[*callbacks, Closing()],
+        callbacks=[TokenizerCopy(Path(config["run"]["dir"])), *callbacks, Closing()],
         logger=build(logger, "logger") if logger else False,
     )
     return trainer

@@ -97,6 +97,9 @@ WRONG_SETTINGS = {
     "trainer.devices=zero": "trainer.devices='zero' must be a whole number of at least 1, a list of device indices",
     "trainer.num_nodes=2": "trainer.num_nodes=2 needs a launcher on every node",
     "trainer.precision=half": "trainer.precision='half' must be one of 64, 64-true, 32, 32-true, 16, 16-mixed, bf16,",
+    "precision=bf16 trainer.precision=16-mixed": "trainer.precision=16-mixed needs a GPU: on a CPU Lightning",
+    "model=gpt": "model.block_size must be given: model.block_size=...",
+    "length={}": "length={} changes nothing: a mapping is merged into what is there (steps, tokens, epochs);",
     "batch.sequence_length=long": "batch.sequence_length='long' must be a whole number of at least 1.",
     "model.n_head=3": "model.n_head=3 must divide model.n_embd=16;",
     "model.vocab_size=big": "model.vocab_size='big' must be a whole number.",
@@ -114,7 +117,8 @@ WRONG_SETTINGS = {
 
 @pytest.mark.parametrize(("word", "sentence"), WRONG_SETTINGS.items(), ids=list(WRONG_SETTINGS))
 def test_wrong_settings(capfd: pytest.CaptureFixture[str], word: str, sentence: str) -> None:
-    code, out, err = run(capfd, *TRAIN, "length.steps=4", word)
+    words = word.split(" ") if word.startswith("precision") else [word]
+    code, out, err = run(capfd, *TRAIN, "length.steps=4", "trainer=cpu", *words)
     assert (code, out) == (1, "")
     assert err.startswith("lit-pretrain: ")
     assert sentence in err
@@ -125,11 +129,16 @@ WRONG_COMBINATIONS = {
     ("strategy=single", "trainer.devices=2"): "strategy=single trains on one device, but trainer.devices=2",
     ("run.inline=true", "trainer.devices=2"): "run.inline=true is for one job of one process",
     ("data=shards", "data.corpus.sources={a: nowhere}"): "nowhere",
-    ("run_id=a", "run_id=b", "model=toy", "+x=1"): "model is chosen twice",
+    (
+        "data=shards",
+        "data.corpus.sources={a: x}",
+        "data.corpus.sources={b: y}",
+    ): "data.corpus.sources has names already, and a mapping changes only those; to replace it write "
+    "'~data.corpus.sources' '+data.corpus.sources={b: y}', to add to it +data.corpus.sources.NAME=....",
 }
 
 
-@pytest.mark.parametrize(("words", "sentence"), list(WRONG_COMBINATIONS.items())[:3])
+@pytest.mark.parametrize(("words", "sentence"), WRONG_COMBINATIONS.items())
 def test_wrong_combinations(capfd: pytest.CaptureFixture[str], words: tuple[str, ...], sentence: str) -> None:
     code, out, err = run(capfd, *TRAIN, "length.steps=4", *words)
     assert (code, out) == (1, "")
@@ -183,7 +192,7 @@ def test_an_earlier_run_is_not_touched(capfd: pytest.CaptureFixture[str], workpl
     assert err.count("\n") == 1
     assert saved.read_bytes() == b"weights"
     left = {p.name for p in saved.parents[1].iterdir()}
-    assert left.isdisjoint({"resolved.yaml", "result.json", "failure.json"})
+    assert left.isdisjoint({"resolved.yaml", "result.json", "failure.json", ".hydra"})
 
 
 def test_every_failed_job_of_a_sweep_is_printed(capfd: pytest.CaptureFixture[str], workplace: Path) -> None:
@@ -306,6 +315,13 @@ def test_a_verbs_help_and_configuration(capfd: pytest.CaptureFixture[str], verb:
     code, out, err = run(capfd, *words, "--cfg", "job")
     assert (code, err) == (0, "")
     assert setting in out
+
+
+@pytest.mark.parametrize("words", ["--help", "train --help", "generate --cfg job", "inspect --help"])
+def test_a_closed_pager_is_no_error(words: str) -> None:
+    line = f"{sys.executable} -m lit_pretrain.cli {words} | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("0\n", "")
 
 
 def test_info(workplace: Path) -> None:

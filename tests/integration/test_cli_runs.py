@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 PROGRAM = (str(Path(sys.executable).with_name("lit-pretrain")),)
 TOY = Path(__file__).parent / "cli_toy"
@@ -88,6 +89,12 @@ def test_one_process(work: Path) -> None:
     assert "Traceback" not in out
     assert "litlogger" not in out  # advertisements
     assert (run_dir / "resolved.yaml").exists()
+    kept = {p.name for p in (run_dir / ".hydra").iterdir()}
+    assert kept == {"config.yaml", "hydra.yaml", "overrides.yaml"}
+    words = yaml.safe_load((run_dir / ".hydra" / "overrides.yaml").read_text())
+    assert words == [*WORDS[2:], "run_id=one", "callbacks.fail.step=99"]
+    assert yaml.safe_load((run_dir / ".hydra" / "hydra.yaml").read_text())["hydra"]["job"]["name"] == "train"
+    assert yaml.safe_load((run_dir / ".hydra" / "config.yaml").read_text())["run_id"] == "one"
 
 
 def test_a_failing_run_shows_its_traceback_once(work: Path) -> None:

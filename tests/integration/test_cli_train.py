@@ -18,7 +18,7 @@ from lit_pretrain.cli.saved import find_checkpoint
 from lit_pretrain.cli.train import _metric, save
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.instantiate import build
-from lit_pretrain.instantiate.job import train
+from lit_pretrain.instantiate.job import summary, train
 from lit_pretrain.instantiate.run import build_run
 from tests.conf import tiny
 
@@ -289,6 +289,52 @@ def test_an_unfinished_run_has_the_tokenizer_of_its_data(
     assert "there is no tokenizer at" in capfd.readouterr().err
 
 
+class StoppedError(Exception):
+    pass
+
+
+def test_the_tokenizer_is_in_the_folder_before_the_first_step(
+    tmp_path: Path, shards: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any) -> None:
+        raise StoppedError
+
+    monkeypatch.setattr("lit_pretrain.module.GPTModule.training_step", stop)
+    config = tiny.composed(tmp_path / "run", [*shards, *tiny.SHRINK, "callbacks=none", "logger=none"])
+    with pytest.raises(StoppedError):
+        train(config)
+    original = Path(config["data"]["corpus"]["tokenizer"])
+    assert (tmp_path / "run" / "tokenizer.json").read_bytes() == original.read_bytes()
+
+
+def test_text_ends_at_the_token_that_ends_documents_in_the_data(
+    run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The same run, whose tokenizer spells its end-of-document token otherwise."""
+    folder = Path(shutil.copytree(run_dir, tmp_path / "other"))
+    written = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(written.replace("<|endoftext|>", "</s>"))
+    words = ["max_new_tokens=6", "seed=3", "prompt=abc"]
+    assert main(["generate", f"run={folder}", *words, "device=cpu"]) == 1
+    assert "has no token '<|endoftext|>'" in capfd.readouterr().err
+    expected = text(capfd, f"run={run_dir}", *words)
+    assert text(capfd, f"run={folder}", *words, "eos_token=</s>") == expected
+    config = yaml.safe_load((folder / "resolved.yaml").read_text())
+    config["data"]["corpus"]["eos_token"] = "</s>"
+    save(config, folder / "resolved.yaml")
+    assert text(capfd, f"run={folder}", *words) == expected
+    other = tmp_path / "text.txt"
+    other.write_text("abc def abc")
+    assert main(["evaluate", f"run={folder}", f"text={other}", "device=cpu"]) == 0
+
+
+@pytest.mark.parametrize("fast", [2, None])
+def test_the_summary_names_curves_that_exist(fast: int | None) -> None:
+    config = {"run": {"dir": "x"}, "trainer": {"fast_dev_run": fast}, "logger": {"_target_": "l.TensorBoardLogger"}}
+    result = {"metrics": {}, "steps": 2, "tokens": 4, "seconds": 1.0, "checkpoint": None}
+    assert ("tensorboard --logdir x" in summary(config, result)) is (fast is None)
+
+
 def test_top_p_narrows_the_choice(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = [f"run={run_dir}", "max_new_tokens=12", "seed=3", "prompt=abc"]
     assert text(capfd, *words, "top_p=1e-6") == text(capfd, *words, "temperature=0")
@@ -316,6 +362,8 @@ def test_the_best_checkpoint_is_by_the_watched_metric(
     [
         (["prompt=a", "prompts=[b]"], "prompt and prompts are both given"),
         (["prompts=a"], "prompts='a' must be a list of texts"),
+        (["prompts=[a,null]"], "prompts[1]=None is no text; put quotes around each"),
+        (["prompts=[1]"], "prompts[0]=1 is no text"),
         (["prompt_file=nowhere.txt"], "prompt_file=nowhere.txt cannot be read (No such file or directory)"),
         (["prompt_file=/dev/null"], "prompt_file=/dev/null holds no prompt"),
         (["format=xml"], "format=xml is unknown; use text or json."),
