@@ -48,7 +48,7 @@ class SpikeDetector:
 
         Args:
             loss: Of the global batch, the same on every rank.
-            step: The update, for the verdict only.
+            step: The update, one more than at the last call; for the verdict only.
             grad_norm: Before clipping, in true units; None where it is not known.
         """
         for what, value in (("loss", loss), ("gradient norm", grad_norm)):
@@ -92,6 +92,7 @@ class SpikeDetector:
             z=None if finding is None else finding.z,
             threshold=None if finding is None else finding.threshold,
             streak=self._streak,
+            began=step - max(self._streak, self.rule.recent if kind == "shift" else 1) + 1,
             reason=f"Update {step}: {reason}.",
         )
 

@@ -177,6 +177,17 @@ def test_the_robust_rule_by_hand(loss, kind):
     assert verdict.z == pytest.approx((loss - 3) / 0.14826, abs=1e-9)
 
 
+@pytest.mark.parametrize(("sigma", "kind", "back"), [(0.05, "jump", 2), (0.25, "shift", 8)])
+def test_a_spike_says_when_it_may_have_begun(sigma, kind, back):
+    detector = SpikeDetector()
+    verdicts = [detector.observe(loss, step=1 + i) for i, loss in enumerate(lasting_jump(sigma=sigma))]
+    spike = next(v for v in verdicts if v.is_spike)
+    assert spike.kind == kind
+    assert spike.step - spike.began == back
+    assert spike.began <= START + 1  # the first update of the jump
+    assert all(v.began == v.step for v in verdicts if v.is_accepted)
+
+
 def test_a_curve_without_noise_needs_a_rise_worth_the_name():
     def kind(rise):
         detector = SpikeDetector(RobustRule(patience=1, min_rise=0.05))

@@ -1,0 +1,82 @@
+"""A skip ledger on disk: JSON lines, each on the disk before the run goes on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lit_pretrain.errors import DataError
+from lit_pretrain.spikes.ledger import Skip, SkipLedger
+
+
+class LedgerFile:
+    """Reads and appends; one process of a run writes.
+
+    A line that a kill or a power cut left unfinished is as if it had never been begun: the run did not go on from it.
+    It is ignored by ``read`` and removed by ``append``.
+
+    Args:
+        path: The file; it need not exist.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    def read(self) -> SkipLedger:
+        """Every complete entry.
+
+        Raises:
+            DataError: A complete line is none of ours, or the file cannot be read.
+        """
+        lines, _ = self._lines()
+        entries = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                entries.append(Skip.from_json(line.decode(errors="replace")))
+            except DataError as error:
+                raise DataError(f"{self.path}, line {number}: {error} Repair or remove the line.") from error
+        return SkipLedger(entries)
+
+    def append(self, entry: Skip) -> None:
+        """Add an entry; returns when it is on the disk.
+
+        Raises:
+            DataError: The file cannot be written.
+        """
+        data = entry.to_json().encode() + b"\n"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _, whole_bytes = self._lines()
+            # Not append mode: what a kill left unfinished has to go first.
+            handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                os.ftruncate(handle, whole_bytes)
+                os.lseek(handle, whole_bytes, os.SEEK_SET)
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(handle, view) :]
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+            folder = os.open(self.path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)  # the file's name, where it is new
+            finally:
+                os.close(folder)
+        except OSError as error:
+            raise DataError(f"Could not write the skip ledger {self.path}: {error.strerror or error}.") from error
+
+    def _lines(self) -> tuple[list[bytes], int]:
+        """The complete lines, and how many bytes they take."""
+        try:
+            data = self.path.read_bytes()
+        except FileNotFoundError:
+            return [], 0
+        except OSError as error:
+            raise DataError(f"Could not read the skip ledger {self.path}: {error.strerror or error}.") from error
+        lines = data.split(b"\n")
+        lines.pop()  # empty, or without its end
+        # A power cut can keep a file's length and lose its bytes.
+        if lines and b"\0" in lines[-1]:
+            lines.pop()
+        return lines, sum(len(line) + 1 for line in lines)
