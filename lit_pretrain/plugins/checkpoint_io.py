@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -33,6 +33,9 @@ class FolderCheckpointIO(CheckpointIO):
             the next call. ``teardown``, which the Trainer calls at the end, waits.
         threads: Files written or read at a time.
     """
+
+    writes_folders: ClassVar[bool] = True
+    """Whoever names checkpoints asks: no file ending is wanted."""
 
     def __init__(self, *, background: bool = True, threads: int = THREADS) -> None:
         self.background = background
