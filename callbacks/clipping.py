@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lit_pretrain.callbacks import _compat
 from lit_pretrain.callbacks.order import Order
-from lit_pretrain.distributed import global_norm
+from lit_pretrain.distributed.grad_norm import clip_to_norm, global_norm
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.specs import GradientNorm
 
@@ -189,12 +189,12 @@ class GradientClipping(Callback):
             if not isinstance(self._share, Tensor):
                 self._share = torch.tensor(self._share, device=norm.device)
             self._share.lerp_(((norm > self.max_norm) & finite).to(self._share.dtype), weight)
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, torch.where(finite, norm, 0.0))
+            clip_to_norm(parameters, self.max_norm, torch.where(finite, norm, 0.0))
             return
         clipped = bool(torch.isfinite(norm)) and norm.item() > self.max_norm
         self._share += (clipped - self._share) * weight
         if clipped:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
+            clip_to_norm(parameters, self.max_norm, norm)
 
     def _log(self, trainer: Trainer, *, norm: Tensor | None) -> None:
         if not _compat.should_log(trainer):

@@ -1,14 +1,14 @@
-"""The L2 norm of gradients, in true units and over everything that is sharded."""
+"""The L2 norm of gradients, in true units and over everything that is sharded, and what is done with it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 # Which mesh a gradient lives on and the mesh dimensions that cut it; None for a plain tensor.
 _Cut = tuple[DeviceMesh, tuple[int, ...]] | None
@@ -47,6 +47,36 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor:
     return torch.stack(squares).sum().sqrt()
 
 
+@torch.no_grad()
+def scale_gradients(gradients: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply gradients in place, whatever their layout; nothing is communicated.
+
+    Args:
+        gradients: Plain or sharded, of mixed meshes, types and devices.
+        factor: 0-d, the same on every rank.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for gradient in gradients:
+        # One operation over sharded tensors of several meshes is refused by torch; their local parts are plain.
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        kinds.setdefault((local.dtype, local.device), []).append(local)
+    for (dtype, device), tensors in kinds.items():
+        torch._foreach_mul_(tensors, factor.to(device=device, dtype=dtype))
+
+
+@torch.no_grad()
+def clip_to_norm(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+    """Scale gradients down so that their known norm becomes at most ``max_norm``; never up. Waits for nothing.
+
+    Args:
+        parameters: Those without a gradient are passed over.
+        max_norm: Above 0.
+        norm: From :func:`global_norm` over the same gradients.
+    """
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # the guard of torch's own clipping, so that results agree
+    scale_gradients((p.grad for p in parameters if p.grad is not None), factor)
+
+
 def _local(gradient: Tensor) -> tuple[_Cut, Tensor]:
     if not isinstance(gradient, DTensor):
         return None, gradient
@@ -54,7 +84,8 @@ def _local(gradient: Tensor) -> tuple[_Cut, Tensor]:
         gradient = gradient.redistribute(
             placements=[Replicate() if isinstance(p, Partial) else p for p in gradient.placements]
         )
-    dims = tuple(i for i, p in enumerate(gradient.placements) if isinstance(p, Shard))
+    # Not `isinstance(p, Shard)`: what is cut twice along one dimension has a placement of another class.
+    dims = tuple(i for i, p in enumerate(gradient.placements) if not isinstance(p, Replicate))
     return (gradient.device_mesh, dims), gradient.to_local()
 
 

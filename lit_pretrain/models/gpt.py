@@ -14,8 +14,10 @@ from lit_pretrain.models.init import init_weights
 from lit_pretrain.models.loss import LossSums, chunked_cross_entropy
 from lit_pretrain.models.mlp import MLP
 from lit_pretrain.models.norms import build_norm
+from lit_pretrain.models.plan import gpt_plan
 from lit_pretrain.models.rope import RotaryTable
-from lit_pretrain.specs import GPTConfig
+from lit_pretrain.models.vocabulary import gathered_logits, local_rows
+from lit_pretrain.specs import GPTConfig, ParallelPlan
 
 
 class Block(nn.Module):
@@ -184,6 +186,11 @@ class GPT(nn.Module):
         )
 
     @property
+    def parallel_plan(self) -> ParallelPlan:
+        """How this model can be split over ranks."""
+        return gpt_plan(self.config)
+
+    @property
     def unembedding(self) -> Tensor:
         """The head's weight, (padded V, C)."""
         return self.wte.weight if self.head is None else self.head.weight
@@ -194,7 +201,7 @@ class GPT(nn.Module):
         Args:
             hidden_BTC: From ``forward``.
         """
-        logits_BTV = F.linear(hidden_BTC, self.unembedding)
+        logits_BTV = gathered_logits(hidden_BTC, self.unembedding)
         if self.config.padded_vocab_size > self.config.vocab_size:
             logits_BTV[..., self.config.vocab_size :] = float("-inf")
         return logits_BTV
@@ -206,11 +213,13 @@ class GPT(nn.Module):
             hidden_BTC: From ``forward``.
             targets_BT: Target ids, (B, T), int64; -100 where nothing is to be predicted.
         """
+        weight_VC, shard = local_rows(self.unembedding)
         return chunked_cross_entropy(
             hidden_BTC.reshape(-1, hidden_BTC.shape[-1]),
-            self.unembedding,
+            weight_VC,
             targets_BT.reshape(-1),
             vocab_size=self.config.vocab_size,
             z_loss=self.config.z_loss,
             chunk_size=self.loss_chunk_size,
+            shard=shard,
         )

@@ -98,11 +98,19 @@ class GPTModule(pl.LightningModule):
     # ---------------------------------------------------------------- set-up
 
     def configure_model(self) -> None:
-        """Give the parameters memory and their initial values, if they are still on the meta device."""
-        if any(p.is_meta for p in self.model.parameters()):
+        """Give the parameters memory and their initial values, if they are still on the meta device.
+
+        A strategy that shards them gives them memory itself, and calls :meth:`initialize_parameters` afterwards.
+        """
+        waits = self._trainer is not None and getattr(self._trainer.strategy, "materializes", False)
+        if not waits and any(p.is_meta for p in self.model.parameters()):
             device = torch.get_default_device()
             self.model.to_empty(device="cpu" if device.type == "meta" else device)
-            init_weights(self.model, seed=self._seed)
+            self.initialize_parameters()
+
+    def initialize_parameters(self) -> None:
+        """Give every parameter its initial value, in place; the same whatever its layout."""
+        init_weights(self.model, seed=self._seed)
 
     def setup(self, stage: str) -> None:
         """Check the data against the model, and learn its sources and bytes per token."""

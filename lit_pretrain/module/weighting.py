@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lit_pretrain.distributed.grad_norm import scale_gradients
+from lit_pretrain.specs import LossRanks
+
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from torch import Tensor
@@ -73,10 +76,13 @@ class TargetWeighting:
             return None
         if self._sums is None:
             raise RuntimeError("TargetWeighting.finish() without scale(): return scale(...) from training_step.")
-        sums, nominal = self._sums, self._nominal * trainer.accumulate_grad_batches * trainer.world_size
+        # Ranks of a tensor-parallel group see the same targets: they count once, and the reduction leaves them out.
+        strategy = trainer.strategy
+        ranks = strategy.num_loss_ranks if isinstance(strategy, LossRanks) else trainer.world_size
+        sums, nominal = self._sums, self._nominal * trainer.accumulate_grad_batches * ranks
         self._sums, self._nominal = None, 0
-        if trainer.world_size > 1:
-            sums = trainer.strategy.reduce(sums, reduce_op="sum")
+        if ranks > 1:
+            sums = strategy.reduce(sums, reduce_op="sum")
         self._rescale(module, sums[0], nominal)
         return sums[1] / sums[0]
 
@@ -85,12 +91,7 @@ class TargetWeighting:
         if num_targets.device.type == "cpu" and int(num_targets) == nominal:
             return  # nothing was masked; on other devices, asking would synchronise
         factor = torch.where(num_targets > 0, nominal / num_targets, torch.ones_like(num_targets))
-        groups: dict[torch.dtype, list[Tensor]] = {}
-        for p in module.parameters():
-            if p.grad is not None:
-                groups.setdefault(p.grad.dtype, []).append(p.grad)
-        for dtype, grads in groups.items():
-            torch._foreach_mul_(grads, factor.to(dtype))
+        scale_gradients((p.grad for p in module.parameters() if p.grad is not None), factor)
 
     def drop(self) -> None:
         """Forget an unfinished window (a run that was interrupted and fits again)."""

@@ -120,8 +120,8 @@ def _misfit(dims: ParallelDims, world_size: int, *, exact: bool) -> str:
         return f"{setting}={size} must {rule} the {ranks}; use {listed(legal)}."
     product = " x ".join(f"{SETTINGS[axis]}={dims.sizes[axis]}" for axis in large)
     rule = "equal" if exact else "divide"
-    legal = str(world_size) if exact else listed(divisors(world_size))
-    return f"{product} is {dims.world_size} and must {rule} the {ranks}; choose sizes whose product is {legal}."
+    product_is = str(world_size) if exact else listed(divisors(world_size))
+    return f"{product} is {dims.world_size} and must {rule} the {ranks}; choose sizes whose product is {product_is}."
 
 
 @dataclass(frozen=True, kw_only=True)

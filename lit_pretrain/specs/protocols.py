@@ -74,6 +74,25 @@ class GradientNorm(Protocol):
 
 
 @runtime_checkable
+class LossRanks(Protocol):
+    """A strategy in which some ranks see the same targets (tensor or pipeline parallelism)."""
+
+    @property
+    def num_loss_ranks(self) -> int:
+        """Ranks whose losses add up to the global batch's; the strategy's ``reduce`` goes over just these."""
+        ...
+
+
+@runtime_checkable
+class LazyParameters(Protocol):
+    """A module that can be built without memory and give its parameters their first values later."""
+
+    def initialize_parameters(self) -> None:
+        """Fill every parameter and buffer in place. Parameters may be sharded; the values depend on no layout."""
+        ...
+
+
+@runtime_checkable
 class TextGenerator(Protocol):
     """A LightningModule that can continue token ids."""
 

@@ -1,0 +1,303 @@
+"""One Lightning strategy for every layout; the presets only name sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lit_pretrain.distributed import state
+from lit_pretrain.distributed.collectives import equal_on_ranks, fingerprint
+from lit_pretrain.distributed.grad_norm import clip_to_norm, global_norm
+from lit_pretrain.distributed.layout import LayoutSettings, lay_out
+from lit_pretrain.distributed.materialize import copy_from_rank_zero, is_on_meta
+from lit_pretrain.distributed.plans import find_plan
+from lit_pretrain.distributed.random_state import align_random_state
+from lit_pretrain.distributed.sharding import Zero, make_entry_point
+from lit_pretrain.errors import ConfigError
+from lit_pretrain.planning.layouts import check_tensor_parallel
+from lit_pretrain.specs import ParallelPlan
+from lit_pretrain.strategies import _compat
+from lit_pretrain.strategies.evaluation import EvaluationTurns
+from lit_pretrain.strategies.precision import adapt, policies
+from lit_pretrain.strategies.processes import Launcher, MeshProcesses
+
+ENTRY_POINTS = ("training_step", "validation_step", "test_step", "predict_step", "generate")
+
+
+class MeshStrategy(MeshProcesses):
+    """Trains an ordinary LightningModule on a mesh of ranks: sharded data parallelism times tensor parallelism.
+
+    The module needs no change. How it can be split is found in this order: ``plan``; a ``parallel_plan`` attribute of
+    the module or of a part of it; a Hugging Face model's own plan; else each repeated layer is a unit of sharding.
+
+    Args:
+        sizes: Axis to size; None for one that takes what the others leave.
+        stage: Of ZeRO; see :class:`lit_pretrain.distributed.sharding.Zero`.
+        sequence_parallel: Split activations between layers along the sequence; None: where the plan allows it.
+        plan: How the module can be split, names relative to the LightningModule.
+        launcher: ``script``, ``spawn`` or ``fork``.
+        timeout_s: How long a rank waits for another, in seconds.
+
+    Raises:
+        ConfigError: A setting is out of range. What depends on the ranks and the model is refused before any process
+            starts, or, where something else starts them, before they find each other.
+    """
+
+    materializes = True  # a module on the meta device may stay there: setup gives it memory, shard by shard
+
+    def __init__(
+        self,
+        *,
+        sizes: dict[str, int | None],
+        stage: int,
+        sequence_parallel: bool | None = None,
+        plan: ParallelPlan | None = None,
+        launcher: Launcher = "script",
+        timeout_s: float = 1800.0,
+    ) -> None:
+        super().__init__(sizes=sizes, launcher=launcher, timeout_s=timeout_s)
+        self.zero = Zero(stage=stage)
+        self._given_plan, self._sequence_parallel = plan, sequence_parallel
+        self._laid_out: nn.Module | None = None
+        self._turns: EvaluationTurns | None = None
+        self._compared_batches = False
+
+    # ---------------------------------------------------------------- precision and gradients
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """As the trainer set it. It stays unset until then, or the trainer's flag would be ignored without a word."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if plugin is not None:
+            plugin = adapt(plugin)
+            plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
+            plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
+        self._precision_plugin = plugin
+
+    def global_grad_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """L2 norm over all ranks of the gradients of ``parameters``, 0-d. Every rank calls it."""
+        return global_norm([p.grad for p in parameters if p.grad is not None])
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        parameters = list(self.precision_plugin.main_params(optimizer))
+        clip_to_norm(parameters, clip_val, self.global_grad_norm(parameters))
+
+    def _clip_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        for parameter in self.precision_plugin.main_params(optimizer):
+            if parameter.grad is not None:
+                state.local(parameter.grad).clamp_(-clip_val, clip_val)
+
+    # ---------------------------------------------------------------- set-up
+
+    def _check_before_launch(self) -> None:
+        module, dims = self.lightning_module, self.dims
+        assert module is not None
+        plan = find_plan(module, self._given_plan)
+        if dims.tp > 1:
+            if not plan.tensor_parallel:
+                raise ConfigError(
+                    f"strategy.tensor_parallel_size={dims.tp} needs a plan of how {type(module).__name__} splits its "
+                    "layers, and it has none; give the strategy a plan (lit_pretrain.specs.ParallelPlan), or use ZeRO."
+                )
+            check_tensor_parallel(dims.tp, plan.divisible, world_size=dims.world_size)
+        if self._sequence_parallel and not plan.sequence_parallel:
+            raise ConfigError(
+                f"strategy.sequence_parallel=true, but the plan of {type(module).__name__} does not "
+                "allow it; use false."
+            )
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Lay the module out, then make optimizers over what this rank holds."""
+        module = self.lightning_module
+        assert module is not None
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self._check_before_launch()
+        if self._laid_out is not module:
+            self._lay_out(module)
+        _compat.leave_inference_mode(trainer)
+        _compat.before_results_of_loader(trainer, self._finish_loader)
+        self.model_to_device()
+        is_fit = trainer.state.fn == TrainerFn.FITTING
+        if is_fit:
+            self._compared_batches = False
+            align_random_state(self.mesh, sequence_parallel=self._splits_sequence)
+            _compat.forget_optimizers(self)
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if is_fit:
+            _compat.move_optimizers(self.optimizers, self.root_device)
+
+    def _lay_out(self, module: pl.LightningModule) -> None:
+        if isinstance(module, FSDPModule):
+            raise ConfigError(
+                f"This {type(module).__name__} is already sharded by another strategy; make a new one, and load a "
+                "checkpoint into it."
+            )
+        self.model = self.precision_plugin.convert_module(module)
+        if not is_on_meta(module):
+            copy_from_rank_zero(module, device=self.root_device)
+        types = policies(self.precision_plugin)
+        settings = LayoutSettings(
+            plan=find_plan(module, self._given_plan),
+            mesh=self.mesh,
+            zero=self.zero,
+            device=self.root_device,
+            sequence_parallel=self._splits_sequence,
+            policy=types.units,
+            root_policy=types.rest,
+            seed=self.broadcast(torch.initial_seed()),
+        )
+        lay_out(module, settings)
+        for name in ENTRY_POINTS:
+            if hasattr(module, name):
+                make_entry_point(module, name)
+        if self.zero.stage > 0 and self.mesh.dims.dp_shard > 1:
+            self._turns = EvaluationTurns(
+                module,
+                keeps_gathered=self.zero.stage < 3,
+                group=self.mesh.device_mesh.get_group("dp_shard"),
+                device=self.root_device,
+            )
+        self._laid_out = module
+
+    @property
+    def _splits_sequence(self) -> bool:
+        assert self.lightning_module is not None
+        if self._sequence_parallel is not None:
+            return self._sequence_parallel and self.dims.tp > 1
+        return find_plan(self.lightning_module, self._given_plan).sequence_parallel and self.dims.tp > 1
+
+    def model_to_device(self) -> None:
+        """Move what is not sharded: buffers, metrics."""
+        assert self.lightning_module is not None
+        self.lightning_module.to(self.root_device)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Where ``Trainer.init_module`` and ``configure_model`` make tensors; on the meta device when empty ones do."""
+        with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
+
+    # ---------------------------------------------------------------- steps
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """A backward pass inside an accumulation window: reduce only what would not fit otherwise."""
+        assert self._laid_out is not None
+        self.zero.set_accumulating(self._laid_out, accumulating=True)
+        try:
+            yield
+        finally:
+            self.zero.set_accumulating(self._laid_out, accumulating=False)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's training step; the first batch is compared between ranks that must read the same one."""
+        if not self._compared_batches:
+            self._compare_batches(args)
+            self._compared_batches = True
+        return super().training_step(*args, **kwargs)
+
+    def _compare_batches(self, batch: Any) -> None:
+        if self.mesh.dims.tp == 1:
+            return
+        mark = fingerprint(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+        alike = equal_on_ranks(mark, group=self.mesh.tensor.get_group(), device=self.root_device)
+        if not self.reduce_boolean_decision(alike):
+            raise ConfigError(
+                "Ranks of one tensor-parallel group read different batches; let the loader follow "
+                "trainer.strategy.distributed_sampler_kwargs (rank and num_replicas), not the process's rank."
+            )
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's validation step."""
+        with self._evaluating():
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's test step."""
+        with self._evaluating():
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's predict step."""
+        with self._evaluating():
+            return super().predict_step(*args, **kwargs)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        with self._turns.step() if self._turns is not None else nullcontext():
+            yield
+
+    def on_validation_start(self) -> None:
+        """Agree on the number of steps."""
+        self._begin_evaluation()
+
+    def on_test_start(self) -> None:
+        """Agree on the number of steps."""
+        self._begin_evaluation()
+
+    def on_predict_start(self) -> None:
+        """Agree on the number of steps."""
+        self._begin_evaluation()
+
+    def on_predict_end(self) -> None:
+        """Stay until no rank has batches."""
+        self._finish_loader()
+
+    def _begin_evaluation(self) -> None:
+        assert self.lightning_module is not None
+        if self._turns is not None:
+            self._turns.begin(_compat.evaluation_batches(self.lightning_module.trainer))
+
+    def _finish_loader(self) -> None:
+        if self._turns is not None:
+            self._turns.finish_loader()
+
+    # ---------------------------------------------------------------- checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Weights are loaded into their shards."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole weights on rank 0, nothing elsewhere. Every rank calls it."""
+        assert self.lightning_module is not None
+        return state.whole_state_dict(self.lightning_module, keep=self.is_global_zero)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Whole states on rank 0, nothing elsewhere. Every rank calls it."""
+        return state.whole_optimizer_state(_compat.plain_optimizer(optimizer), keep=self.is_global_zero)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load whole weights, saved under any layout."""
+        assert self.lightning_module is not None
+        state.load_whole_state_dict(self.lightning_module, checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load whole states, saved under any layout."""
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            state.load_whole_optimizer_state(optimizer, saved)
+
+    def teardown(self) -> None:
+        """Leave the weights where they are: they are shards."""
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()

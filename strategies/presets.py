@@ -1,0 +1,143 @@
+"""Presets of :class:`MeshStrategy`: they name sizes and add nothing."""
+
+from __future__ import annotations
+
+from lit_pretrain.errors import ConfigError
+from lit_pretrain.specs import ParallelPlan
+from lit_pretrain.specs.parallel import SETTINGS
+from lit_pretrain.strategies.mesh_strategy import MeshStrategy
+from lit_pretrain.strategies.processes import Launcher
+
+
+class ZeROStrategy(MeshStrategy):
+    """Data parallelism over all devices, with optimizer states, gradients and parameters sharded by stage.
+
+    Args:
+        stage: 0 replicates everything (plain data parallelism); 1 shards optimizer states; 2 also gradients; 3 also
+            parameters, gathered unit by unit.
+        replicate_size: Hybrid sharding: so many groups of ranks hold the same shards, such as one per node.
+        plan: How the module can be split; see :class:`MeshStrategy`.
+        launcher: ``script``, ``spawn`` or ``fork``.
+        timeout_s: How long a rank waits for another, in seconds.
+
+    Raises:
+        ConfigError: Another stage, or sizes that do not fit the ranks.
+
+    Example::
+
+        Trainer(devices=8, strategy=ZeROStrategy(3), gradient_clip_val=1.0).fit(module)
+    """
+
+    def __init__(
+        self,
+        stage: int = 3,
+        *,
+        replicate_size: int = 1,
+        plan: ParallelPlan | None = None,
+        launcher: Launcher = "script",
+        timeout_s: float = 1800.0,
+    ) -> None:
+        if stage == 0 and replicate_size != 1:
+            raise ConfigError(
+                f"strategy.replicate_size={replicate_size} shards nothing at strategy.stage=0; leave it out."
+            )
+        sizes: dict[str, int | None] = (
+            {"dp_replicate": None} if stage == 0 else {"dp_replicate": replicate_size, "dp_shard": None}
+        )
+        super().__init__(sizes=sizes, stage=stage, plan=plan, launcher=launcher, timeout_s=timeout_s)
+
+
+class TensorParallelStrategy(MeshStrategy):
+    """Every matrix split over the devices of a tensor-parallel group; what devices remain share the data.
+
+    Args:
+        tensor_parallel_size: Ranks of a group, best within one machine; None for all devices.
+        sequence_parallel: Split activations between layers along the sequence; None: where the plan allows it.
+        plan: How the module can be split; see :class:`MeshStrategy`.
+        launcher: ``script``, ``spawn`` or ``fork``.
+        timeout_s: How long a rank waits for another, in seconds.
+
+    Raises:
+        ConfigError: Sizes that do not fit the ranks or the model, listing those that do.
+    """
+
+    def __init__(
+        self,
+        tensor_parallel_size: int | None = None,
+        *,
+        sequence_parallel: bool | None = None,
+        plan: ParallelPlan | None = None,
+        launcher: Launcher = "script",
+        timeout_s: float = 1800.0,
+    ) -> None:
+        sizes: dict[str, int | None] = {"tp": tensor_parallel_size}
+        if tensor_parallel_size is not None:
+            sizes["dp_shard"] = None
+        super().__init__(
+            sizes=sizes,
+            stage=1,
+            sequence_parallel=sequence_parallel,
+            plan=plan,
+            launcher=launcher,
+            timeout_s=timeout_s,
+        )
+
+
+class HybridParallelStrategy(MeshStrategy):
+    """Any of them together on one mesh: data parallelism with a stage of ZeRO, times tensor parallelism.
+
+    Args:
+        tensor_parallel_size: Ranks that share each matrix.
+        pipeline_parallel_size: Not built yet: 1.
+        context_parallel_size: Not built yet: 1.
+        replicate_size: Groups of ranks that hold the same shards.
+        shard_size: Ranks over which parameters, gradients or optimizer states are sharded; None for what the other
+            sizes leave.
+        stage: Of ZeRO; see :class:`ZeROStrategy`.
+        sequence_parallel: Split activations between layers along the sequence; None: where the plan allows it.
+        plan: How the module can be split; see :class:`MeshStrategy`.
+        launcher: ``script``, ``spawn`` or ``fork``.
+        timeout_s: How long a rank waits for another, in seconds.
+
+    Raises:
+        ConfigError: Sizes that do not fit the ranks or the model, listing those that do.
+
+    Example::
+
+        HybridParallelStrategy(tensor_parallel_size=2, stage=3)  # on 8 devices: 4 shards x 2
+    """
+
+    def __init__(
+        self,
+        *,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        context_parallel_size: int = 1,
+        replicate_size: int = 1,
+        shard_size: int | None = None,
+        stage: int = 1,
+        sequence_parallel: bool | None = None,
+        plan: ParallelPlan | None = None,
+        launcher: Launcher = "script",
+        timeout_s: float = 1800.0,
+    ) -> None:
+        for setting, size in ((SETTINGS["pp"], pipeline_parallel_size), (SETTINGS["cp"], context_parallel_size)):
+            if size != 1:
+                raise ConfigError(
+                    f"{setting}={size} is not built yet; use 1, with tensor_parallel_size, shard_size, replicate_size "
+                    "and stage instead."
+                )
+        if stage == 0:
+            if shard_size not in (None, 1):
+                raise ConfigError(f"strategy.shard_size={shard_size} shards nothing at strategy.stage=0; leave it out.")
+            sizes: dict[str, int | None] = {"dp_replicate": None if replicate_size == 1 else replicate_size}
+        else:
+            sizes = {"dp_replicate": replicate_size, "dp_shard": shard_size}
+        super().__init__(
+            sizes={**sizes, "tp": tensor_parallel_size},
+            stage=stage,
+            sequence_parallel=sequence_parallel,
+            plan=plan,
+            launcher=launcher,
+            timeout_s=timeout_s,
+        )
