@@ -55,8 +55,8 @@ def _checked(cut: tuple[int, ...], *, n_layer: int, stages: int) -> tuple[int, .
         example = list(split_layers(n_layer, stages)) if n_layer >= stages else None
         raise ConfigError(
             f"strategy.layers_per_stage={list(cut)} must name {stages} counts (pipeline_parallel_size x "
-            f"stages_per_rank) with the sum {n_layer} (the model's layers), of which only the first and the last may be 0"
-            + (f"; for example {example}." if example else ".")
+            f"stages_per_rank) with the sum {n_layer} (the model's layers), of which only the first "
+            "and the last may be 0" + (f"; for example {example}." if example else ".")
         )
     return cut
 
