@@ -94,11 +94,17 @@ def curve(repository, name):
     return [float(row["loss"]) for row in rows], [float(row["grad_norm"]) for row in rows]
 
 
-CURVES = ["curve_llama_1m_300_updates.csv", "curve_llama_1m_1900_updates.csv"]
+# Runs of the demo's model; the first two recorded every tenth update. In the last, update 120 meets a batch 0.7 nats
+# above its neighbours, and the norm jumps once to 5 x its median early on: out of the ordinary, and gone at once.
+CURVES = {
+    "curve_llama_1m_300_updates.csv": 0,
+    "curve_llama_1m_1900_updates.csv": 0,
+    "curve_llama_1m_every_update.csv": 2,
+}
 
 
 @pytest.mark.parametrize("name", CURVES)
-@pytest.mark.parametrize("rule", ["robust", "mean", RobustRule(window=30, min_steps=10)], ids=str)
+@pytest.mark.parametrize("rule", ["robust", "mean", RobustRule(window=50, min_steps=10)], ids=["robust", "mean", "50"])
 def test_no_alarm_on_a_recorded_curve(repository, rule, name):
     losses, norms = curve(repository, name)
     assert len(losses) >= 30
@@ -106,13 +112,15 @@ def test_no_alarm_on_a_recorded_curve(repository, rule, name):
     verdicts = [
         detector.observe(x, step=i, grad_norm=norm) for i, (x, norm) in enumerate(zip(losses, norms, strict=True))
     ]
-    assert [v.reason for v in verdicts if not v.is_accepted] == []
+    assert [v.reason for v in verdicts if v.is_spike] == []
+    assert sum(v.kind == "suspect" for v in verdicts) <= CURVES[name]
 
 
+@pytest.mark.parametrize("name", ["curve_llama_1m_1900_updates.csv", "curve_llama_1m_every_update.csv"])
 @pytest.mark.parametrize("at", [60, 90, 120, 150, 175])
-def test_a_nat_more_is_seen_in_a_recorded_curve(repository, at):
-    """Its noise is 0.2 nats, and it is still falling."""
-    losses, norms = curve(repository, "curve_llama_1m_1900_updates.csv")
+def test_a_nat_more_is_seen_in_a_recorded_curve(repository, name, at):
+    """The noise is 0.1 to 0.2 nats, and the curve is still falling."""
+    losses, norms = curve(repository, name)
     detector = SpikeDetector()
     spikes = [
         v.step

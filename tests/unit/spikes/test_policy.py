@@ -72,6 +72,15 @@ def test_the_distance_grows_both_ways_until_it_is_enough():
     assert decision.stop.endswith(f"look at the data from position 150 to {position}.")
 
 
+def test_a_stop_leaves_the_newest_safe_weights():
+    policy = RollbackPolicy(max_rollbacks=0)
+    decision = policy.roll_back(
+        SkipLedger(), verdict=verdict(160, began=150), snapshots=points(100, 125, 150), position=160
+    )
+    assert decision.stop is not None
+    assert decision.restore == SnapshotPoint(125, 125)
+
+
 def test_positions_count_microbatches():
     policy = RollbackPolicy(distance=10)
     first = policy.roll_back(
