@@ -5,9 +5,13 @@ if __name__ != "lit_pretrain.callbacks":
 
 from lit_pretrain.callbacks.baseline_report import BaselineReport
 from lit_pretrain.callbacks.clipping import GradientClipping
+from lit_pretrain.callbacks.counters import RunCounters
+from lit_pretrain.callbacks.exact_resume import ExactResume
 from lit_pretrain.callbacks.learning_rate import LearningRateSchedule
 from lit_pretrain.callbacks.order import Order, sort_callbacks
+from lit_pretrain.callbacks.preemption import PreemptionCheckpoint
 from lit_pretrain.callbacks.progress import PretrainProgress
+from lit_pretrain.callbacks.run_checkpoint import RunCheckpoint
 from lit_pretrain.callbacks.run_record import RunRecord
 from lit_pretrain.callbacks.schedules import (
     WarmupConstant,
@@ -16,16 +20,22 @@ from lit_pretrain.callbacks.schedules import (
     WarmupLinear,
     WarmupStableDecay,
 )
+from lit_pretrain.callbacks.tensorboard import TensorBoardContinuation
 from lit_pretrain.callbacks.text_sampler import TextSampler
 from lit_pretrain.callbacks.throughput import ThroughputMonitor
 
 __all__ = [
     "BaselineReport",
+    "ExactResume",
     "GradientClipping",
     "LearningRateSchedule",
     "Order",
+    "PreemptionCheckpoint",
     "PretrainProgress",
+    "RunCheckpoint",
+    "RunCounters",
     "RunRecord",
+    "TensorBoardContinuation",
     "TextSampler",
     "ThroughputMonitor",
     "WarmupConstant",

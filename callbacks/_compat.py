@@ -64,3 +64,47 @@ def step_was_skipped(optimizer: Optimizer) -> bool:
     if isinstance(found_inf, torch.Tensor) and found_inf.item():
         return True
     return not any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def versions(trainer: Trainer) -> list[int]:
+    """How often the first parameter of each group was changed in place: an optimizer that has begun changes it first.
+
+    ``Tensor._version`` is documented by torch's autograd notes, with the underscore.
+    """
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    return [group["params"][0]._version for group in groups if group["params"]]
+
+
+def silence_sigterm_broadcast(trainer: Trainer) -> None:
+    """Stop Lightning from synchronising all ranks at every microbatch to hear of a SIGTERM on rank 0.
+
+    ``_broadcast_sigterm_tensor`` is called by the loop itself; a callback that agrees on signals makes it needless.
+    Can go when the broadcast is optional upstream (lightning 2.6 has no switch).
+    """
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _do_nothing  # type: ignore[method-assign]
+
+
+def restore_sigterm_broadcast(trainer: Trainer) -> None:
+    """Take ``silence_sigterm_broadcast`` back."""
+    trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def writes_folders(trainer: Trainer) -> bool:
+    """Whether the checkpoint plugin makes a folder of a checkpoint."""
+    return bool(getattr(trainer.strategy.checkpoint_io, "writes_folders", False))
+
+
+def checkpoint_suffix(trainer: Trainer) -> str:
+    """What the names of checkpoints end with."""
+    return "" if writes_folders(trainer) else ".ckpt"
+
+
+def wait_for_save(trainer: Trainer) -> None:
+    """Return when the last checkpoint is on the disk; an error of a save in the background is raised here."""
+    wait = getattr(trainer.strategy.checkpoint_io, "wait", None)
+    if wait is not None:
+        wait()

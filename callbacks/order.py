@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import IntEnum
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint
 
 
@@ -34,3 +35,16 @@ def sort_callbacks(callbacks: Iterable[Callback]) -> list[Callback]:
     them, the user's callbacks see both, and checkpoints are saved last. Equals keep the order they came in.
     """  # noqa: D205
     return sorted(callbacks, key=place)
+
+
+def move_to_front(trainer: Trainer, callback: Callback) -> None:
+    """Let ``callback`` run first, wherever the user listed it. Call it in ``setup``."""
+    others = [c for c in trainer.callbacks if c is not callback]  # type: ignore[attr-defined]
+    trainer.callbacks = [callback, *others]  # type: ignore[attr-defined]
+
+
+def move_to_end(trainer: Trainer, callback: Callback) -> None:
+    """Let ``callback`` run after all others but those that save. Call it in ``setup``."""
+    others = [c for c in trainer.callbacks if c is not callback]  # type: ignore[attr-defined]
+    saving = [c for c in others if isinstance(c, Checkpoint)]
+    trainer.callbacks = [*(c for c in others if c not in saving), callback, *saving]  # type: ignore[attr-defined]

@@ -1,0 +1,42 @@
+"""Which checkpoints of a folder stay."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from lightning.pytorch import Trainer
+
+from lit_pretrain.callbacks import _compat
+from lit_pretrain.distributed.checkpoint import catalog
+
+_NAME = re.compile(r"step-(\d+)\.ckpt")
+
+
+def prune(folder: Path, trainer: Trainer, *, keep_last: int, keep_every: int | None, keep: Collection[str]) -> None:
+    """Remove what need not stay. Call it on one process.
+
+    Args:
+        folder: Holds the checkpoints of one run.
+        trainer: Its checkpoint plugin says whether they are folders or files.
+        keep_last: So many of the newest stay.
+        keep_every: Those whose update is a multiple of this stay.
+        keep: Names of others that stay.
+    """
+    if _compat.writes_folders(trainer):
+        catalog.prune(folder, keep_last=keep_last, keep_every=keep_every, keep=keep)
+        return
+    steps = {int(m[1]): path for path in folder.glob("step-*.ckpt") if (m := _NAME.fullmatch(path.name))}
+    kept = {step for step, path in steps.items() if path.name in keep}
+    for step in surplus(sorted(steps), keep_last=keep_last, keep_every=keep_every, keep=kept):
+        trainer.strategy.remove_checkpoint(steps[step])
+
+
+def surplus(steps: Sequence[int], *, keep_last: int, keep_every: int | None, keep: Collection[int]) -> list[int]:
+    """Those of ``steps`` (ascending) that need not stay."""
+    return [
+        step
+        for step in steps[:-keep_last]
+        if step not in keep and not (keep_every is not None and step % keep_every == 0)
+    ]

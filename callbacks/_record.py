@@ -1,0 +1,50 @@
+"""What our callbacks tell the checkpoint plugin, inside Lightning's checkpoint dict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lit_pretrain.callbacks import _compat_loops
+
+KEY = "lit_pretrain"
+EXACT_KEY = "lit_pretrain_exact_resume"
+# Wrappers that put themselves into names: torch.compile of a module, activation checkpointing.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def parameter_names(trainer: Trainer) -> list[list[list[str]]]:
+    """Names of the parameters of each group of each optimizer, as the module calls them, without wrappers."""
+    names = {id(p): name for name, p in trainer.lightning_module.named_parameters(remove_duplicate=True)}
+    return [
+        [[_plain(names.get(id(p), f"unnamed.{i}.{j}")) for j, p in enumerate(group["params"])]
+         for i, group in enumerate(optimizer.param_groups)]
+        for optimizer in trainer.optimizers
+    ]  # fmt: skip
+
+
+def write_names(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Say which parameter each optimizer state belongs to."""
+    checkpoint.setdefault(KEY, {})["parameter_names"] = parameter_names(trainer)
+
+
+def write_facts(trainer: Trainer, checkpoint: dict[str, Any], *, reason: str, monitors: dict[str, float]) -> None:
+    """Say what the checkpoint is; the names are those of ``CheckpointFacts``."""
+    write_names(trainer, checkpoint)
+    exact = checkpoint.get(EXACT_KEY)
+    at = _compat_loops.place(trainer)
+    checkpoint[KEY]["facts"] = {
+        "global_step": checkpoint["global_step"],
+        "microbatches_read": at.batches[0] if exact is None else exact["batches"],
+        "updates_read": at.windows if exact is None else exact["windows"],
+        "reason": reason,
+        "monitors": monitors,
+        "ledger_length": 0,
+    }
+
+
+def _plain(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

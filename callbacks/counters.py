@@ -1,0 +1,129 @@
+"""How much data and work went into a run, over all its resumes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lit_pretrain.callbacks import _compat
+from lit_pretrain.callbacks._tokens import TokensPerBatch, check_tokens_per_batch, tokens_in
+from lit_pretrain.callbacks.order import Order
+
+
+class RunCounters(Callback):
+    """Three counts that are never mixed, each in the checkpoint.
+
+    - ``tokens``: those that made the weights what they are. An update that was dropped does not count, and a rollback
+      takes its tokens back.
+    - ``tokens_read``: the position in the data. It never goes back.
+    - ``seconds``, ``device_seconds`` and ``flops``: work done. They never go back either; only what a process did
+      after its last checkpoint is lost with it.
+
+    All of them stand at an update boundary: a window that is not finished has not been counted.
+
+    Args:
+        tokens_per_batch: Tokens of one rank's batch, or a function of the batch; None asks the data module's
+            ``tokens_per_update``. Without either, tokens are not counted.
+        clock: Seconds, monotonic.
+    """
+
+    order: ClassVar[int] = Order.STATISTICS
+
+    def __init__(
+        self, *, tokens_per_batch: TokensPerBatch = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        check_tokens_per_batch(tokens_per_batch, owner="counters")
+        self.tokens_per_batch = tokens_per_batch
+        self.tokens = 0.0
+        self.tokens_read = 0.0
+        self.updates = 0
+        self.seconds = 0.0
+        self.device_seconds = 0.0
+        self.flops = 0.0
+        self._clock = clock
+        self._window = 0.0
+        self._applied = False
+        self._since = 0.0
+        self._flops_per_token = 0.0
+        self._hooks: list[RemovableHandle] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """A new run starts at 0; a checkpoint is read after this."""
+        if stage == "fit":
+            self.tokens = self.tokens_read = self.seconds = self.device_seconds = self.flops = 0.0
+            self.updates = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        self._window, self._applied, self._since = 0.0, False, self._clock()
+        flops: Any = getattr(pl_module, "flops_per_token", None)
+        self._flops_per_token = float(flops() if callable(flops) else flops or 0.0)
+        self._hooks = [o.register_step_post_hook(self._note) for o in trainer.optimizers if isinstance(o, Optimizer)]
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count a window when it is over."""
+        self._window += tokens_in(batch, trainer, self.tokens_per_batch) or 0.0
+        if _compat.accumulates(trainer):
+            return
+        self.tokens_read += self._window
+        self.flops += self._window * self._flops_per_token
+        if self._applied:
+            self.tokens += self._window
+            self.updates += 1
+        self._window, self._applied = 0.0, False
+        self._add_time(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Validation is work, too."""
+        if not trainer.sanity_checking and self._hooks:
+            self._add_time(trainer)
+
+    def rewind(self, *, updates: int, tokens: float) -> None:
+        """Take back what a rollback undid; what was read and spent stays."""
+        self.updates, self.tokens = updates, tokens
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop counting."""
+        self._add_time(trainer)
+        self._unhook()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Stop counting."""
+        self._unhook()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All counts."""
+        return {
+            "tokens": self.tokens,
+            "tokens_read": self.tokens_read,
+            "updates": self.updates,
+            "seconds": self.seconds,
+            "device_seconds": self.device_seconds,
+            "flops": self.flops,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting."""
+        for name, value in state_dict.items():
+            setattr(self, name, value)
+
+    def _note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._applied = self._applied or not _compat.step_was_skipped(optimizer)
+
+    def _add_time(self, trainer: Trainer) -> None:
+        now = self._clock()
+        self.seconds += now - self._since
+        self.device_seconds += (now - self._since) * trainer.world_size
+        self._since = now
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []

@@ -1,0 +1,309 @@
+"""A run that goes on from a checkpoint as if it had never stopped."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lit_pretrain.callbacks import _compat, _compat_loops, _random
+from lit_pretrain.callbacks._compat_loops import Epoch, Place
+from lit_pretrain.callbacks._record import EXACT_KEY, KEY, write_names
+from lit_pretrain.callbacks._replay import EpochReplay
+from lit_pretrain.callbacks.order import Order, move_to_front
+
+
+class ExactResume(Callback):
+    """Makes every checkpoint of a run one from which it goes on exactly.
+
+    Whoever saves, and in whichever hook: the checkpoint stands at the boundary between two updates, holds the random
+    state of every rank (python, numpy, torch), and says whether a validation or the end of an epoch is still owed.
+    Saved in the middle of an accumulation window, it stands at the window's start, since the weights are still those.
+    On resume no batch is repeated or lost, no validation is added or left out, and losses and weights are those of the
+    run that was never stopped, bit for bit.
+
+    Validation leaves no trace in the random state: training draws the same numbers with and without it.
+
+    Another number of ranks goes on too; its random numbers (dropout) are then others, and the data module has to know
+    how to divide the same global batches (``TokenDataModule`` does).
+
+    Loaders without a ``state_dict`` (an ordinary ``DataLoader``) are read again up to the place, under the random
+    state with which the epoch began: as exact as the data set, and as slow as reading it. What cannot be exact is said
+    in a warning: a data set without an order of its own, a stateful loader without a length, other ranks under a
+    foreign loader.
+
+    A module that changes its state in its own ``on_train_batch_end`` does so after callbacks have saved, as under
+    Lightning alone.
+
+    Args:
+        replay: Read loaders without a state again up to the place; False starts the epoch's data anew, as Lightning
+            does.
+    """
+
+    order: ClassVar[int] = Order.RESUME
+
+    def __init__(self, *, replay: bool = True) -> None:
+        self.replay = replay
+        self._reset()
+
+    def _reset(self) -> None:
+        self._open = False  # in an accumulation window whose update is not made
+        self._stepped = False  # the optimizer ran, though the window is not over
+        self._fresh = False  # an epoch has begun and read nothing
+        self._validated = False  # since the last update
+        self._start: Place | None = None  # of the window
+        self._start_random: _random.State = {}
+        self._start_loaders: list[Any] = []
+        self._versions: list[int] = []
+        self._before_validation: _random.State | None = None
+        self._replay = EpochReplay()
+        # What a checkpoint said, until it is used.
+        self._restored: dict[str, Any] | None = None
+        self._states: list[_random.State] = []
+        self._to_restore: _random.State | None = None
+        self._windows_to_restore: int | None = None
+        self._ended_on_resume = False
+        self._hooks: list[RemovableHandle] = []
+
+    # ---------------------------------------------------------------- saving
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Bring the checkpoint to an update boundary. Every rank calls it."""
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or not _compat_loops.has_begun(trainer):
+            return
+        loops = checkpoint["loops"]["fit_loop"]
+        if self._open and not self._stepped and self._start is not None:
+            at, mine, epoch, owes = self._start, self._start_random, Epoch.RUNNING, False
+            _compat_loops.write_place(loops, at, epoch=epoch, fresh=at.batches[1] == 0)
+            _compat_loops.set_loader_states(loops, self._start_loaders)
+            checkpoint["global_step"] = at.steps[0]
+        else:
+            at, epoch = self._closed_place(trainer), self._epoch(trainer)
+            owes = epoch is not Epoch.ENDED and not self._fresh and self._owes_validation(trainer)
+            mine = self._random_after_validation() if owes else self._to_restore or _random.capture()
+            _compat_loops.write_place(loops, at, epoch=epoch, fresh=self._fresh)
+        gathered = _gather({"random": mine, "epoch": self._replay.state_dict(trainer)}, trainer)
+        write_names(trainer, checkpoint)
+        checkpoint[KEY]["rng"] = [rank["random"] for rank in gathered]
+        checkpoint[EXACT_KEY] = {
+            "version": 1,
+            "windows": at.windows,
+            "batches": at.batches[0],
+            "owes_validation": owes,
+            "epoch": epoch.value,
+            "world_size": trainer.world_size,
+            "metrics": _plain_metrics(trainer),
+            "epochs_random": [rank["epoch"] for rank in gathered],
+        }
+
+    def _closed_place(self, trainer: Trainer) -> Place:
+        if self._start is not None:
+            return _compat_loops.place(trainer, windows=self._start.windows + 1)
+        return _compat_loops.place(trainer, windows=self._restored["windows"] if self._restored else None)
+
+    def _epoch(self, trainer: Trainer) -> Epoch:
+        untouched = self._start is None and not self._fresh
+        if untouched and self._restored is not None and self._restored["epoch"] == Epoch.ENDED.value:
+            return Epoch.ENDED
+        return _compat_loops.epoch(trainer, fresh=self._fresh)
+
+    def _owes_validation(self, trainer: Trainer) -> bool:
+        if self._validated:
+            return False
+        if self._start is None:
+            return self._restored is not None and bool(self._restored["owes_validation"])
+        return trainer.validating or _compat_loops.validation_is_due(trainer)
+
+    def _random_after_validation(self) -> _random.State:
+        return self._before_validation if self._before_validation is not None else _random.capture()
+
+    def can_save(self, trainer: Trainer) -> bool:
+        """Whether a checkpoint of this moment would be whole: False while an optimizer is changing weights."""
+        if not self._open:
+            return True
+        return not self._stepped and self._versions == _compat.versions(trainer)
+
+    @property
+    def resumed_at(self) -> int | None:
+        """The step under which a resumed run logs its next update; None for a run that began in this process."""
+        return None if self._restored is None else int(self._restored["windows"])
+
+    def place_of_next_save(self, trainer: Trainer) -> tuple[int, int]:
+        """Microbatches read and optimizer steps done, as a checkpoint of this moment would say."""
+        at = self._start if self._open and self._start is not None else _compat_loops.place(trainer)
+        return at.batches[0], at.steps[0]
+
+    # ---------------------------------------------------------------- resuming
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget an earlier run; stand first among the callbacks."""
+        if stage == "fit":
+            self._reset()
+            move_to_front(trainer, self)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keep what the checkpoint says until the loops are restored."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._restored = checkpoint.get(EXACT_KEY)
+        self._states = checkpoint.get(KEY, {}).get("rng", [])
+        if self._restored is None or not self._states:
+            self._restored = None
+            rank_zero_warn(
+                "The checkpoint was written without ExactResume: it holds no random states, and Lightning restarts "
+                "where it can. The run goes on, but not as it would have without the stop."
+            )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The loaders' first iterator is made after this, before any other hook."""
+        self._replay.before_iterator()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Lead the restored loops to the right place."""
+        self._hooks = [
+            o.register_step_post_hook(self._note_step) for o in trainer.optimizers if isinstance(o, Optimizer)
+        ]
+        self._keep_loader_states(trainer)
+        restored = self._restored
+        if restored is None:
+            return
+        self._to_restore = _random.of_rank(self._states, rank=trainer.global_rank)
+        self._windows_to_restore = restored["windows"]
+        owes, epoch = restored["owes_validation"], Epoch(restored["epoch"])
+        ending = epoch is Epoch.ENDING
+        _compat_loops.lead_restart(trainer, windows=restored["windows"], owes_validation=owes, ending=ending)
+        self._ended_on_resume = ending
+        self._before_validation = self._to_restore if owes else None
+        _restore_metrics(trainer, restored["metrics"])
+        _stop_again(trainer)
+        _compat_loops.note_saved(trainer)
+        if restored["world_size"] != trainer.world_size:
+            rank_zero_warn(
+                f"Resuming on {trainer.world_size} ranks what {restored['world_size']} saved: random numbers (dropout) "
+                "are others from here on."
+            )
+        self._replay.next_iterator_follows_epoch_start()
+        if epoch is Epoch.RUNNING:
+            self._replay.resume(
+                trainer,
+                restored["epochs_random"],
+                same_ranks=restored["world_size"] == trainer.world_size,
+                wanted=self.replay,
+            )
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A new epoch: its iterator is made next."""
+        if self._ended_on_resume:
+            _compat_loops.end_restart(trainer)
+            self._ended_on_resume = False
+        self._fresh, self._validated = True, False
+        resumes_here = self._to_restore is not None  # saved after the last epoch's end
+        if resumes_here:
+            self._restore_random()
+        self._replay.epoch_starts(trainer)
+        if resumes_here:
+            _compat_loops.reopen(trainer)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Restore the random state at the last moment before a step; note where a window starts."""
+        if self._to_restore is not None:
+            self._restore_random()
+        if self._windows_to_restore is not None:
+            _compat_loops.set_windows_closed(trainer, self._windows_to_restore)
+            self._windows_to_restore = None
+        if self._open:
+            return
+        self._open, self._stepped, self._fresh = True, False, False
+        self._start = _compat_loops.place(trainer, unread=1)
+        self._start_random = _random.capture()
+        self._versions = _compat.versions(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Close the window after its last batch."""
+        due = trainer.should_stop or _compat_loops.validation_is_due(trainer)
+        self._before_validation = _random.capture() if due else None
+        if _compat.accumulates(trainer):
+            return
+        self._open = self._stepped = self._validated = False
+        self._keep_loader_states(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Training goes on with the random state it had."""
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
+            return
+        self._validated = True
+        if self._before_validation is not None:
+            _random.restore(self._before_validation)
+            self._before_validation = self._to_restore = None
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The end of an epoch that was owed."""
+        if self._to_restore is not None:
+            self._restore_random()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop listening to the optimizers."""
+        self._unhook()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Stop listening to the optimizers."""
+        self._unhook()
+
+    def _restore_random(self) -> None:
+        assert self._to_restore is not None
+        _random.restore(self._to_restore)
+        self._to_restore = None
+
+    def _note_step(self, *_: Any) -> None:
+        self._stepped = self._open
+
+    def _keep_loader_states(self, trainer: Trainer) -> None:
+        """At the start of a step a loader's own state has already moved on."""
+        self._start_loaders = _compat_loops.loader_states(trainer)
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+def _gather(mine: dict[str, Any], trainer: Trainer) -> list[dict[str, Any]]:
+    """What every rank has, on every rank, in order."""
+    if trainer.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
+        return [mine]
+    everyone: list[Any] = [None] * trainer.world_size
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _plain_metrics(trainer: Trainer) -> dict[str, list[Any]]:
+    """Logged values by name, each with its type: callbacks that watch one find it after a resume."""
+    return {
+        name: [value.item(), str(value.dtype).removeprefix("torch.")]
+        for name, value in trainer.callback_metrics.items()
+        if isinstance(value, torch.Tensor) and value.numel() == 1
+    }
+
+
+def _restore_metrics(trainer: Trainer, metrics: dict[str, list[Any]]) -> None:
+    device = trainer.strategy.root_device
+    trainer.callback_metrics.update(
+        {name: torch.tensor(v, dtype=getattr(torch, dtype), device=device) for name, (v, dtype) in metrics.items()}
+    )
+
+
+def _stop_again(trainer: Trainer) -> None:
+    """An EarlyStopping that had stopped the run stops it again: Lightning restores what it knows, not that it acted."""
+    stopping = [c for c in trainer.callbacks if isinstance(c, EarlyStopping)]  # type: ignore[attr-defined]
+    if any(c.stopping_reason is not EarlyStoppingReason.NOT_STOPPED for c in stopping):
+        trainer.should_stop = True

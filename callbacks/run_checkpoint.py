@@ -1,0 +1,303 @@
+"""When a run saves, which checkpoints stay, and which is the best."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lit_pretrain.callbacks import _compat, _compat_loops, _keeping
+from lit_pretrain.callbacks._agreement import Agreement
+from lit_pretrain.callbacks._record import write_facts
+from lit_pretrain.callbacks.exact_resume import ExactResume
+from lit_pretrain.errors import ConfigError, Preempted
+
+FOLDER = "checkpoints"
+_MINUTES = "minutes"
+
+
+class RunCheckpoint(Checkpoint):
+    """Saves at update boundaries, after the validation and the epoch's end that are due there.
+
+    Checkpoints are named by the update (``step-00000250``). What a resumed run needs is in each of them; with
+    ``ExactResume`` among the callbacks it goes on exactly. In place of ``ModelCheckpoint``: ``best_model_path`` and
+    ``last_model_path`` are there, and ``ckpt_path="best"`` works.
+
+    Args:
+        dirpath: Where to save; None is ``checkpoints`` in the trainer's ``default_root_dir``.
+        every_n_steps: Save after every so many updates.
+        every_minutes: Save when so many minutes have passed since the last time, by the clock of rank 0. Both may be
+            given; with neither, only the other reasons save.
+        keep_last: So many of the newest stay.
+        keep_every: Those whose update is a multiple of this stay for good.
+        monitor: A logged metric that says which checkpoint is the best.
+        mode: ``min`` or ``max``.
+        save_best: Save whenever a validation finds a better value than ever; the best one stays.
+        save_at_end: Save the end of the run.
+        save_on_exception: Save when an exception or Ctrl-C ends the run, if the weights are whole and all ranks stand
+            at the same update. Never after a ``FloatingPointError``: those weights are not worth it.
+
+    Raises:
+        ConfigError: When a setting is impossible, at construction.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        *,
+        every_n_steps: int | None = None,
+        every_minutes: float | None = None,
+        keep_last: int = 2,
+        keep_every: int | None = None,
+        monitor: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        save_best: bool = True,
+        save_at_end: bool = True,
+        save_on_exception: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        for name, value in (("every_n_steps", every_n_steps), ("keep_last", keep_last), ("keep_every", keep_every)):
+            if value is not None and value < 1:
+                raise ConfigError(f"callbacks.checkpoint.{name}={value} must be at least 1.")
+        if every_minutes is not None and not every_minutes > 0:
+            raise ConfigError(f"callbacks.checkpoint.every_minutes={every_minutes} must be above 0.")
+        if mode not in ("min", "max"):
+            raise ConfigError(f"callbacks.checkpoint.mode={mode!r} must be min or max.")
+        self.dirpath = None if dirpath is None else Path(dirpath)
+        self.every_n_steps = every_n_steps
+        self.every_minutes = every_minutes
+        self.keep_last = keep_last
+        self.keep_every = keep_every
+        self.monitor = monitor
+        self.mode = mode
+        self.save_best = save_best and monitor is not None
+        self.save_at_end = save_at_end
+        self.save_on_exception = save_on_exception
+        self.agreement: Agreement | None = None
+        self._clock = clock
+        self._best: str | None = None  # names of checkpoints, not paths: a run folder may be moved
+        self._best_score: float | None = None
+        self._last: str | None = None
+        self._saved_at: int | None = None
+        self._folder = Path()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._due = False  # at the end of this update
+        self._better = False
+        self._reason = "manual"  # of a save that somebody else asks for
+        self._in_window = False
+        self._saved_time = self._clock()
+        self._group: Any = None
+        self._missed = False
+
+    # ---------------------------------------------------------------- what others ask
+
+    @property
+    def best_model_path(self) -> str:
+        """The checkpoint with the best value of ``monitor``; empty when there is none."""
+        return "" if self._best is None else str(self._folder / self._best)
+
+    @property
+    def best_model_score(self) -> float | None:
+        """The best value of ``monitor``."""
+        return self._best_score
+
+    @property
+    def last_model_path(self) -> str:
+        """The newest checkpoint that this run has saved; empty when there is none."""
+        return "" if self._last is None else str(self._folder / self._last)
+
+    def save(self, trainer: Trainer, *, reason: str) -> Path:
+        """Save now, unless this update is saved already. Every rank calls it, at an update boundary.
+
+        Args:
+            trainer: In a hook of training or validation.
+            reason: ``interval``, ``end``, ``preemption``, ``exception`` or ``best``.
+
+        Returns:
+            The checkpoint. Under a plugin that saves in the background it may not be complete yet.
+        """
+        step = trainer.global_step
+        if self._saved_at == step and self._last is not None:
+            return self._folder / self._last
+        name = f"step-{step:08d}{_compat.checkpoint_suffix(trainer)}"
+        self._saved_at, self._last, self._due = step, name, False  # before the save: it holds this state
+        if self._better:
+            self._best, self._better = name, False
+        self._reason = reason
+        try:
+            trainer.save_checkpoint(self._folder / name)
+        finally:
+            self._reason = "manual"
+        self._saved_time = self._clock()
+        self._prune(trainer)
+        return self._folder / name
+
+    # ---------------------------------------------------------------- when
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Fix the folder, the same on every rank."""
+        folder = self.dirpath if self.dirpath is not None else Path(trainer.default_root_dir) / FOLDER
+        self._folder = Path(trainer.strategy.broadcast(str(folder.expanduser().absolute())))
+        if stage == "fit":
+            self._reset()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        self._saved_time = self._clock()
+        if self.every_minutes is not None:
+            self.agreement = Agreement.of(trainer)
+            self.agreement.ask(_MINUTES, lambda: int(trainer.is_global_zero and self._time_is_up()))
+        if self.save_on_exception and trainer.world_size > 1 and dist.is_initialized():
+            self._group = dist.new_group(backend="gloo")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """A window begins or goes on."""
+        self._in_window = True
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save if it is time, unless something else is due at this update first."""
+        if _compat.accumulates(trainer):
+            return
+        self._in_window = False
+        step = trainer.global_step
+        if self.agreement is not None and self.agreement.at_update(_MINUTES, step=_compat_loops.batches_ready(trainer)):
+            # The answer is one update old: right after a save it still says that it is time. Ask rank 0 again.
+            self._due = bool(trainer.strategy.broadcast(self._time_is_up())) or self._due
+        if self.every_n_steps is not None and step % self.every_n_steps == 0 and step != self._saved_at:
+            self._due = True
+        if self._due and not _compat_loops.validation_is_due(trainer) and not _compat_loops.epoch_is_over(trainer):
+            self._save_if_due(trainer, "interval")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Judge the new value; save what is due."""
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
+            return
+        reason = "interval" if self._due else "best"
+        if self.monitor is not None and self._improved(trainer):
+            self._better = True
+            self._due = self._due or self.save_best
+        if self._due and not _compat_loops.epoch_is_over(trainer):
+            self._save_if_due(trainer, reason)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save what waited for the epoch's end."""
+        if self._due:
+            self._save_if_due(trainer, "best" if self._better else "interval")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the end."""
+        if self.save_at_end and not _compat.is_debugging(trainer) and trainer.global_step > 0:
+            self.save(trainer, reason="end")
+        _compat.wait_for_save(trainer)
+        if self._last is not None:
+            self._prune(trainer)
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Save what there is, if it is whole on every rank."""
+        hopeless = isinstance(exception, (Preempted, FloatingPointError, ConfigError))
+        try:
+            if self.save_on_exception and not hopeless and self._can_save_now(trainer):
+                path = self.save(trainer, reason="exception")
+                _compat.wait_for_save(trainer)
+                rank_zero_info(f"Saved {path} after {type(exception).__name__}.")
+        except Exception as error:  # the first exception is the one that matters
+            rank_zero_warn(f"Nothing could be saved after {type(exception).__name__}: {error}")
+        finally:
+            self._close()
+
+    # ---------------------------------------------------------------- state
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Say what the checkpoint is: names of parameters, position in the data, the reason."""
+        value = trainer.callback_metrics.get(self.monitor) if self.monitor is not None else None
+        monitors = {} if value is None or self.monitor is None else {self.monitor: float(value)}
+        write_facts(trainer, checkpoint, reason=self._reason, monitors=monitors)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Names, not paths."""
+        return {
+            "best": self._best,
+            "best_score": self._best_score,
+            "last": self._last,
+            "saved_at": self._saved_at,
+            "monitor": self.monitor,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the best so far, if it is the same metric."""
+        self._last, self._saved_at = state_dict["last"], state_dict["saved_at"]
+        if state_dict["monitor"] == self.monitor:
+            self._best, self._best_score = state_dict["best"], state_dict["best_score"]
+
+    # ---------------------------------------------------------------- the work
+
+    def _save_if_due(self, trainer: Trainer, reason: str) -> None:
+        if not _compat.is_debugging(trainer):
+            self.save(trainer, reason=reason)
+        self._due = False
+
+    def _time_is_up(self) -> bool:
+        return self.every_minutes is not None and self._clock() - self._saved_time >= 60 * self.every_minutes
+
+    def _improved(self, trainer: Trainer) -> bool:
+        assert self.monitor is not None
+        value = trainer.callback_metrics.get(self.monitor)
+        if value is None and not self._missed:
+            self._missed = True
+            known = ", ".join(sorted(trainer.callback_metrics)) or "none"
+            rank_zero_warn(
+                f"callbacks.checkpoint.monitor={self.monitor!r} is not among the logged metrics ({known}); there will "
+                "be no best checkpoint."
+            )
+        # Rank 0 decides: a metric that was not reduced differs by rank.
+        score: float = trainer.strategy.broadcast(math.nan if value is None else float(value))
+        if math.isnan(score):
+            return False
+        best = self._best_score
+        better = best is None or (score < best if self.mode == "min" else score > best)
+        if better:
+            self._best_score = score
+        return better
+
+    def _can_save_now(self, trainer: Trainer) -> bool:
+        """Agreed by all ranks, or False when one of them does not answer."""
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or _compat.is_debugging(trainer):
+            return False
+        resume = next((c for c in trainer.callbacks if isinstance(c, ExactResume)), None)  # type: ignore[attr-defined]
+        whole = resume.can_save(trainer) if resume is not None else not self._in_window
+        batches, step = resume.place_of_next_save(trainer) if resume is not None else (0, trainer.global_step)
+        mine = (whole and step > 0 and step != self._saved_at, batches, step)
+        if self._group is None:
+            return mine[0]
+        try:
+            dist.monitored_barrier(self._group, timeout=timedelta(seconds=10))
+        except RuntimeError:
+            rank_zero_info("Nothing was saved: not all ranks were interrupted.")
+            return False
+        everyone: list[Any] = [None] * trainer.world_size
+        dist.all_gather_object(everyone, mine, group=self._group)
+        return mine[0] and all(other == mine for other in everyone)
+
+    def _prune(self, trainer: Trainer) -> None:
+        if trainer.is_global_zero:
+            keep = {name for name in (self._best, self._last) if name is not None}
+            _keeping.prune(self._folder, trainer, keep_last=self.keep_last, keep_every=self.keep_every, keep=keep)
+
+    def _close(self) -> None:
+        if self.agreement is not None:
+            self.agreement.close()
+        self.agreement = None
