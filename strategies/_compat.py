@@ -119,7 +119,8 @@ def evaluation_batches(trainer: pl.Trainer) -> list[int | float]:
     """This rank's batches per loader of the evaluation that begins; infinite where nobody knows."""
     loop = _evaluation_loop(trainer)
     batches: list[int | float] = list(loop.max_batches)
-    return batches if loop._is_sequential else [math.inf]
+    # Prediction knows no other mode than one loader after the other.
+    return batches if getattr(loop, "_is_sequential", True) else [math.inf]
 
 
 def before_results_of_loader(trainer: pl.Trainer, function: Callable[[], None]) -> None:
