@@ -40,11 +40,14 @@ def encode_units(units: Mapping[int, Sequence[Piece]], *, encoding: Encoding, wo
     # Spawned: a fork would share locks and the threads' state of the tokenizer library, and keep our lock alive.
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
+    threads = context.Value("i", threads_each(workers, len(units)))
     pool = ProcessPoolExecutor(
-        min(workers, len(units)), mp_context=context, initializer=_begin, initargs=(encoding, stop)
+        min(workers, len(units)), mp_context=context, initializer=_begin, initargs=(encoding, stop, threads)
     )
     try:
-        for done in as_completed([pool.submit(_encode, pieces, number) for number, pieces in units.items()]):
+        futures = [pool.submit(_encode, pieces, number) for number, pieces in units.items()]
+        for finished, done in enumerate(as_completed(futures), 1):
+            threads.value = threads_each(workers, len(units) - finished)
             yield done.result()
     except BrokenProcessPool as error:
         raise DataError(
@@ -56,19 +59,24 @@ def encode_units(units: Mapping[int, Sequence[Piece]], *, encoding: Encoding, wo
         pool.shutdown(cancel_futures=True)
 
 
+def threads_each(workers: int, unfinished: int) -> int:
+    """Threads for each unit in work: with fewer units than workers, the last ones share the idle cores."""
+    return max(1, workers // max(1, unfinished))
+
+
 @cache
 def _state() -> dict[str, Any]:
     """What a worker process keeps between units."""
     return {}
 
 
-def _begin(encoding: Encoding, stop: Any) -> None:
+def _begin(encoding: Encoding, stop: Any, threads: Any) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # Ctrl-C reaches the whole process group: the parent decides, and sets ``stop``.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as many processes as cores: threads would get in each other's way
     tokenizer = TokenizerFile(encoding.tokenizer, eos_token=encoding.eos_token)
-    _state().update(encoding=encoding, tokenizer=tokenizer, stop=stop)
+    _state().update(encoding=encoding, tokenizer=tokenizer, stop=stop, threads=threads)
 
 
 def _encode(pieces: Sequence[Piece], number: int) -> int:
@@ -77,7 +85,15 @@ def _encode(pieces: Sequence[Piece], number: int) -> int:
         for _ in steps:
             if state["stop"].is_set():
                 break  # closing removes what is half finished
+            _use_threads(state["threads"].value)
     return number
+
+
+def _use_threads(number: int) -> None:
+    """Let the library use threads as soon as cores are idle; it reads the first variable at every call."""
+    if number > 1 and os.environ["TOKENIZERS_PARALLELISM"] == "false":
+        os.environ.setdefault("RAYON_NUM_THREADS", str(number))  # read once, when the first batch is shared out
+        os.environ["TOKENIZERS_PARALLELISM"] = "true"
 
 
 def _end_with_parent() -> None:

@@ -52,6 +52,9 @@ class ShardWriter:
             raise ConfigError(f"max_shard_tokens={max_shard_tokens} must be at least 1.")
         self._vocab_size = vocab_size
         self._eos_id = eos_id
+        self._on_disk = np.dtype(self._dtype).newbyteorder("<")
+        self._itemsize = self._on_disk.itemsize
+        self._ending = b"" if eos_id is None else np.asarray(eos_id, self._on_disk).tobytes()
         self._hashes = (tokenizer_hash, config_hash)
         self._max_shard_tokens = max_shard_tokens
         with readable_errors(self.folder, doing="write"):
@@ -76,24 +79,26 @@ class ShardWriter:
             DataError: When an id does not fit the vocabulary or nothing can be written.
         """
         document: NDArray[np.int64] = np.asarray(ids, np.int64).reshape(-1)
-        outside = document[(document < 0) | (document >= self._vocab_size)]
-        if outside.size:
-            raise DataError(
-                f"Token id {outside[0]} does not fit vocab_size={self._vocab_size}; use the right tokenizer."
-            )
-        if self._eos_id is not None:
-            document = np.append(document, self._eos_id)
-        if not document.size:
+        largest = -1
+        if document.size:
+            smallest, largest = int(document.min()), int(document.max())
+            if smallest < 0 or largest >= self._vocab_size:
+                outside = smallest if smallest < 0 else largest
+                raise DataError(
+                    f"Token id {outside} does not fit vocab_size={self._vocab_size}; use the right tokenizer."
+                )
+        length = document.size + len(self._ending) // self._itemsize
+        if not length:
             return
-        if self._file is not None and self._num_tokens + document.size > self._max_shard_tokens:
+        if self._file is not None and self._num_tokens + length > self._max_shard_tokens:
             self._finish_shard()
         if self._file is None:
             self._file = WholeFile(self.folder / f"{self._name}.bin")
-        self._file.write(document.astype(np.dtype(self._dtype).newbyteorder("<")).tobytes())
-        self._lengths.append(document.size)
-        self._num_tokens += document.size
+        self._file.write(document.astype(self._on_disk).tobytes() + self._ending)
+        self._lengths.append(length)
+        self._num_tokens += length
         self._num_bytes += num_bytes
-        self._max_id = max(self._max_id, int(document.max()))
+        self._max_id = max(self._max_id, largest, -1 if self._eos_id is None else self._eos_id)
 
     def close(self) -> Manifest:
         """Finish the last shard and write the manifest; a second call changes nothing."""
