@@ -65,7 +65,7 @@ def split(checkpoint: Mapping[str, Any]) -> Parts:
         tree["state_dict"] = _split_model(checkpoint["state_dict"], tensors)
     if "optimizer_states" in checkpoint:
         states = checkpoint["optimizer_states"]
-        names = ours.get("parameter_names")
+        names = ours.pop("parameter_names", None)
         if names is not None and len(names) != len(states):
             raise CheckpointError(
                 f"lit_pretrain.parameter_names is for {len(names)} optimizers and there are {len(states)}; name all."
@@ -146,6 +146,7 @@ def _split_optimizer(
             {f"optimizer.{number}.{key}.{name}": value for key, value in values.items() if isinstance(value, Tensor)}
         )
     return {
+        "named": names is not None,
         "names": by_group,
         "indices": [list(group["params"]) for group in groups],
         "states": shapes,
@@ -174,6 +175,9 @@ def join(
     except (KeyError, TypeError, AttributeError, ValueError) as e:
         raise CheckpointError(f"the checkpoint lacks {e}; take another checkpoint.") from e
     out[OURS] = {**tree.get(OURS, {}), "rng": list(rng), "facts": asdict(facts)}
+    kept = tree.get("optimizer_states", [])
+    if kept and all(state["named"] for state in kept):
+        out[OURS]["parameter_names"] = [state["names"] for state in kept]
     return out
 
 

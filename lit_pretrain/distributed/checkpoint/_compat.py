@@ -13,6 +13,7 @@ import pickle
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.tensor import DTensor
 
-__all__ = ["CURRENT_DCP_VERSION", "StorageInfo", "load_metadata", "with_local", "without_crc"]
+__all__ = ["CURRENT_DCP_VERSION", "CheckpointException", "StorageInfo", "load_metadata", "with_local", "without_crc"]
 
 StorageInfo = _StorageInfo
 """Where one tensor's bytes stand: ``relative_path``, ``offset``, ``length``."""

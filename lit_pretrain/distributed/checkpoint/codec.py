@@ -158,10 +158,11 @@ class _Encoder:
             what = "a quantized tensor" if x.is_quantized else "a meta tensor" if x.is_meta else f"a {x.layout} tensor"
             raise self._refusal(at, x, f"it is {what}", "save it dense")
         if self._inline:
-            from lit_pretrain.distributed.checkpoint.tensors import raw_bytes
+            from lit_pretrain.distributed.checkpoint.blob import raw
 
             dtype = str(x.dtype).removeprefix("torch.")
-            return {TAG: "inline", "dtype": dtype, "shape": list(x.shape), "v": _text(raw_bytes(x))}
+            data = bytes(raw(x.cpu().contiguous()))
+            return {TAG: "inline", "dtype": dtype, "shape": list(x.shape), "v": _text(data)}
         path = key = ".".join(at) or "value"
         number = 1
         while key in self.tensors:  # "a.b" under one key and "b" under "a" read the same

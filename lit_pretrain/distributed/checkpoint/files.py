@@ -15,7 +15,9 @@ from typing import Any, BinaryIO, Protocol
 
 ALGORITHM = "sha256"
 """Of new files; the others below can still be read."""
-CHUNK = 1 << 22  # bytes: large enough that hashing and reading release the interpreter for long
+FAST = "crc32"
+"""Of files of tensors: twice as fast as sha256 with the processor's own instructions for it, many times without."""
+CHUNK = 1 << 20  # bytes: what has just been hashed or read is still in the processor's cache
 FORGOTTEN_S = 86_400.0  # a temporary folder of another host, whose processes cannot be asked about, is dead after this
 
 _HOST = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
@@ -95,7 +97,7 @@ class Sink:
         """Take bytes; large ones go out without a copy."""
         view = memoryview(data).cast("B")
         self.size += len(view)
-        if len(view) + len(self._small) <= CHUNK // 4:
+        if len(view) + len(self._small) <= CHUNK // 16:
             self._small += view
         else:
             self._put_small()
@@ -108,9 +110,11 @@ class Sink:
             self._small = bytearray()
 
     def _put(self, view: memoryview) -> None:
-        self._hash.update(view)
-        while view:  # a raw file may take less than it is given, as it does when the disk fills up
-            view = view[self._file.write(view) :]
+        for low in range(0, len(view), CHUNK):
+            part = view[low : low + CHUNK]
+            self._hash.update(part)
+            while part:  # a raw file may take less than it is given, as it does when the disk fills up
+                part = part[self._file.write(part) :]
 
     def tell(self) -> int:
         """Bytes taken so far."""

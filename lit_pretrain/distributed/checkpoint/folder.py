@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, distributed
 
 from lit_pretrain.distributed.checkpoint import files
+from lit_pretrain.distributed.checkpoint._compat import CheckpointException
 from lit_pretrain.distributed.checkpoint.contents import load_tensors, read_checkpoint, read_rng, read_tree
 from lit_pretrain.distributed.checkpoint.manifest import (
     COMPLETE,
@@ -101,13 +102,17 @@ def write_packed(
     except BaseException as e:
         if ranks.first:
             files.remove_tree(temporary)
-        if isinstance(e, CheckpointError) or not isinstance(e, Exception):
+        if isinstance(e, CheckpointError) or not isinstance(e, (Exception, CheckpointException)):
             raise
         raise _failure(folder, e) from e
 
 
-def _failure(folder: Path, e: Exception) -> CheckpointError:
-    reason = e.strerror if isinstance(e, OSError) and e.strerror else f"{type(e).__name__}: {e}"
+def _failure(folder: Path, e: BaseException) -> CheckpointError:
+    if isinstance(e, CheckpointException):  # of several ranks; not an Exception, by torch's choice
+        rank, (cause, _) = min(e.failures.items())
+        reason = f"rank {rank}: {cause}"
+    else:
+        reason = e.strerror if isinstance(e, OSError) and e.strerror else f"{type(e).__name__}: {e}"
     return CheckpointError(
         f"{folder} could not be written ({reason}); free space or set keep_last lower; earlier checkpoints are "
         "untouched."
@@ -137,10 +142,9 @@ def _finish(
         entries[name] = files.write_new(temporary / name, dump(state))
     manifest = dump(to_json(facts, entries), indent=1)
     files.write_new(temporary / MANIFEST, manifest)
+    files.write_new(temporary / COMPLETE, files.checksum(manifest).encode() + b"\n")
     for inner in (TENSORS, RNG, "."):
         files.sync_folder(temporary / inner)
-    files.write_new(temporary / COMPLETE, files.checksum(manifest).encode() + b"\n")
-    files.sync_folder(temporary)
     files.publish(temporary, folder)
     return facts
 

@@ -190,7 +190,7 @@ def check_content(path: Path, data: Any, entry: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: naming the file.
     """
-    _compare(path, files.checksum(data, algorithm=_algorithm(path, entry)), entry)
+    compare(path, files.checksum(data, algorithm=algorithm(path, entry)).partition(":")[2], entry)
 
 
 def check_file(path: Path, entry: Mapping[str, Any]) -> None:
@@ -200,23 +200,33 @@ def check_file(path: Path, entry: Mapping[str, Any]) -> None:
         CheckpointError: naming the file.
     """
     try:
-        found = files.checksum_file(path, algorithm=_algorithm(path, entry))
+        found = files.checksum_file(path, algorithm=algorithm(path, entry))
     except OSError as e:
         raise CheckpointError(f"{path} cannot be read ({e}); take an earlier checkpoint.") from e
-    _compare(path, found, entry)
+    compare(path, found.partition(":")[2], entry)
 
 
-def _algorithm(path: Path, entry: Mapping[str, Any]) -> str:
-    algorithm = str(entry["checksum"]).partition(":")[0]
+def algorithm(path: Path, entry: Mapping[str, Any]) -> str:
+    """The checksum algorithm of a file's entry.
+
+    Raises:
+        CheckpointError: It is one that this version does not know.
+    """
+    name = str(entry["checksum"]).partition(":")[0]
     try:
-        files.new_hash(algorithm)
+        files.new_hash(name)
     except ValueError as e:
         raise CheckpointError(f"{path} cannot be checked ({e}); use the lit-pretrain that wrote it.") from e
-    return algorithm
+    return name
 
 
-def _compare(path: Path, found: str, entry: Mapping[str, Any]) -> None:
-    if found != entry["checksum"]:
+def compare(path: Path, found: str, entry: Mapping[str, Any]) -> None:
+    """A checksum, in hexadecimal digits, is the one that was written down.
+
+    Raises:
+        CheckpointError: It is not.
+    """
+    if found != str(entry["checksum"]).partition(":")[2]:
         raise CheckpointError(f"{path} is damaged (checksum); take an earlier checkpoint.")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,16 +17,19 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
+from lit_pretrain.distributed.checkpoint import files
 from lit_pretrain.distributed.checkpoint._compat import StorageInfo, load_metadata
+from lit_pretrain.distributed.checkpoint.blob import Containers, raw
 from lit_pretrain.distributed.checkpoint.manifest import (
     TENSORS,
     THREADS,
     CheckpointError,
+    algorithm,
     check_content,
-    check_file,
+    compare,
     read_small,
 )
-from lit_pretrain.distributed.checkpoint.tensors import FILE_BYTES, METADATA
+from lit_pretrain.distributed.checkpoint.tensors import METADATA
 
 
 def read_metadata(folder: Path, entries: Mapping[str, Mapping[str, Any]]) -> Metadata:
@@ -56,45 +60,120 @@ def read_metadata(folder: Path, entries: Mapping[str, Mapping[str, Any]]) -> Met
     return metadata
 
 
-def _checked(path: Path, entry: Mapping[str, Any]) -> BinaryIO:
-    """A file whose bytes have been compared; in memory, so that it is read once, unless it holds one large tensor."""
-    try:
-        if entry["bytes"] > 4 * FILE_BYTES:
-            check_file(path, entry)
-            return open(path, "rb")
-        content = path.read_bytes()
-    except OSError as e:
-        raise CheckpointError(f"{path} cannot be read ({e}); take an earlier checkpoint.") from e
-    check_content(path, content, entry)
-    return io.BytesIO(content)
+@dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """A stored tensor, or part of one, and what it is wanted for."""
+
+    where: StorageInfo
+    dtype: torch.dtype
+    shape: torch.Size
+    what: Any
 
 
-def _files(
+class _File:
+    """Reads a file of tensors from its first byte to its last, once, hashing all of it."""
+
+    def __init__(self, path: Path, entry: Mapping[str, Any], containers: Containers) -> None:
+        self._path, self._entry, self._containers = path, entry, containers
+        self._hash = files.new_hash(algorithm(path, entry))
+        self._at = 0
+        self._file: BinaryIO
+
+    def read(self, wanted: list[_Wanted]) -> list[tuple[Tensor, Any]]:
+        """The wanted tensors, once every byte of the file has been compared.
+
+        Raises:
+            CheckpointError: The file is missing or damaged.
+        """
+        try:
+            with open(self._path, "rb", buffering=0) as self._file:
+                found = [(self._one(item), item) for item in sorted(wanted, key=lambda item: item.where.offset)]
+                self._skip(self._entry["bytes"] - self._at)
+        except (OSError, EOFError) as e:
+            raise CheckpointError(f"{self._path} cannot be read ({e}); take an earlier checkpoint.") from e
+        compare(self._path, self._hash.hexdigest(), self._entry)
+        return [(self._loaded(content, item), item.what) for content, item in found]
+
+    def _fill(self, view: memoryview) -> None:
+        for low in range(0, len(view), files.CHUNK):
+            part = view[low : low + files.CHUNK]
+            done = 0
+            while done < len(part):
+                size = self._file.readinto(part[done:])  # type: ignore[attr-defined]
+                if not size:
+                    raise EOFError("it ends too early")
+                done += size
+            self._hash.update(part)
+        self._at += len(view)
+
+    def _take(self, size: int) -> bytes:
+        data = bytearray(size)
+        self._fill(memoryview(data))
+        return bytes(data)
+
+    def _skip(self, size: int) -> None:
+        if size < 0:
+            raise EOFError("its index points into what was read already")
+        scratch = memoryview(bytearray(min(size, files.CHUNK)))
+        while size > 0:
+            part = scratch[: min(size, len(scratch))]
+            self._fill(part)
+            size -= len(part)
+
+    def _one(self, item: _Wanted) -> Tensor | bytes:
+        """A tensor read in place, or the archive of torch.save where it is not one of those known."""
+        self._skip(item.where.offset - self._at)
+        around = self._containers.around(item.dtype, item.shape)
+        size = item.shape.numel() * item.dtype.itemsize
+        if around is None or item.where.length != len(around[0]) + size + len(around[1]):
+            return self._take(item.where.length)
+        head = self._take(len(around[0]))
+        if head != around[0]:
+            return head + self._take(item.where.length - len(head))
+        tensor = torch.empty(item.shape, dtype=item.dtype)
+        self._fill(raw(tensor))
+        tail = self._take(len(around[1]))
+        return tensor if tail == around[1] else head + bytes(raw(tensor)) + tail
+
+    def _loaded(self, content: Tensor | bytes, item: _Wanted) -> Tensor:
+        if isinstance(content, Tensor):
+            return content
+        try:
+            tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        except Exception as e:
+            raise CheckpointError(f"{self._path} holds no tensor at {item.where.offset} ({e}); take another.") from e
+        if not isinstance(tensor, Tensor) or tensor.shape != item.shape or tensor.dtype != item.dtype:
+            raise CheckpointError(f"{self._path} holds something else at {item.where.offset}; take another checkpoint.")
+        return tensor
+
+
+def _read_files(
     folder: Path,
-    wanted: Mapping[str, list[tuple[StorageInfo, Any]]],
+    wanted: Mapping[str, list[_Wanted]],
     entries: Mapping[str, Mapping[str, Any]],
     take: Callable[[Tensor, Any], None],
     *,
     threads: int,
 ) -> None:
-    """Read files whole, check them, and hand the wanted tensors on."""
+    """Hand on the wanted tensors of files, each file whole and checked first."""
+    containers = Containers()
 
     def one(name: str) -> None:
-        path = folder / TENSORS / name
-        entry = entries[f"{TENSORS}/{name}"]
-        with _checked(path, entry) as stream:
-            for where, what in sorted(wanted[name], key=lambda pair: pair[0].offset):
-                stream.seek(where.offset)
-                try:
-                    tensor = torch.load(io.BytesIO(stream.read(where.length)), map_location="cpu", weights_only=True)
-                except Exception as e:
-                    raise CheckpointError(f"{path} holds no tensor at {where.offset} ({e}); take another.") from e
-                if not isinstance(tensor, Tensor):
-                    raise CheckpointError(f"{path} holds a {type(tensor).__name__} at {where.offset}; take another.")
-                take(tensor, what)
+        for tensor, what in _File(folder / TENSORS / name, entries[f"{TENSORS}/{name}"], containers).read(wanted[name]):
+            take(tensor, what)
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(one, wanted))
+
+
+def _chunk(metadata: Metadata, index: MetadataIndex, what: Any) -> _Wanted:
+    described: Any = metadata.state_dict_metadata[index.fqn]
+    offset = index.offset if index.offset is not None else torch.Size([0] * len(described.size))
+    shape = next((chunk.sizes for chunk in described.chunks if chunk.offsets == offset), None)
+    if shape is None:
+        raise CheckpointError(f"the index has no part of {index.fqn} at {tuple(offset)}; take another checkpoint.")
+    where = metadata.storage_data[index]
+    return _Wanted(where=where, dtype=described.properties.dtype, shape=shape, what=what)
 
 
 def read_tensors(
@@ -122,41 +201,40 @@ def read_tensors(
         if len(tensor.chunks) != 1:
             out[name] = torch.empty(tensor.size, dtype=tensor.properties.dtype)
     missing = {name: len(tensor.chunks) for name, tensor in described.items()}
-    wanted: dict[str, list[tuple[StorageInfo, Any]]] = {}
+    wanted: dict[str, list[_Wanted]] = {}
     for index, where in metadata.storage_data.items():
         if index.fqn in described:
-            wanted.setdefault(where.relative_path, []).append((where, index))
+            wanted.setdefault(where.relative_path, []).append(_chunk(metadata, index, index))
             missing[index.fqn] -= 1
     for name, count in missing.items():
         if count != 0:
             raise CheckpointError(f"{folder} lacks a part of {name}; take another checkpoint.")
 
     def take(tensor: Tensor, index: MetadataIndex) -> None:
-        whole = described[index.fqn]
         if index.fqn in out:
             target = out[index.fqn]
             for dim, (low, size) in enumerate(zip(index.offset or (), tensor.shape, strict=True)):
                 target = target.narrow(dim, low, size)
             target.copy_(tensor)
-        elif tensor.shape == whole.size and tensor.dtype == whole.properties.dtype:
-            out[index.fqn] = tensor
         else:
-            raise CheckpointError(f"{folder} holds {index.fqn} in another shape or dtype; take another checkpoint.")
+            out[index.fqn] = tensor
 
-    _files(Path(folder), wanted, entries, take, threads=threads)
+    _read_files(Path(folder), wanted, entries, take, threads=threads)
     return {name: out[name] for name in described}
 
 
 class _Reader(FileSystemReader):
-    def __init__(self, folder: Path, entries: Mapping[str, Mapping[str, Any]], *, threads: int) -> None:
+    def __init__(
+        self, folder: Path, entries: Mapping[str, Mapping[str, Any]], metadata: Metadata, *, threads: int
+    ) -> None:
         super().__init__(folder / TENSORS)
-        self._folder, self._entries, self._threads = folder, entries, threads
+        self._folder, self._entries, self._metadata, self._threads = folder, entries, metadata, threads
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        wanted: dict[str, list[tuple[StorageInfo, Any]]] = {}
+        wanted: dict[str, list[_Wanted]] = {}
         for item in plan.items:
-            where = self.storage_data[item.storage_index]
-            wanted.setdefault(where.relative_path, []).append((where, item))
+            chunk = _chunk(self._metadata, item.storage_index, item)
+            wanted.setdefault(chunk.where.relative_path, []).append(chunk)
 
         def take(tensor: Tensor, item: Any) -> None:
             for dim, (low, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -165,7 +243,7 @@ class _Reader(FileSystemReader):
             target.copy_(tensor)
             planner.commit_tensor(item, target)
 
-        _files(self._folder, wanted, self._entries, take, threads=self._threads)
+        _read_files(self._folder, wanted, self._entries, take, threads=self._threads)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -199,7 +277,7 @@ def read_tensors_into(
     planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
     state: dict[str, Any] = dict(targets)
     planner.set_up_planner(state, metadata, True)
-    reader = _Reader(Path(folder), entries, threads=threads)
+    reader = _Reader(Path(folder), entries, metadata, threads=threads)
     reader.set_up_storage_reader(metadata, True)
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
     reader.read_data(plan, planner).wait()

@@ -20,16 +20,11 @@ from torch.futures import Future
 
 from lit_pretrain.distributed.checkpoint import files
 from lit_pretrain.distributed.checkpoint._compat import CURRENT_DCP_VERSION, StorageInfo, without_crc
+from lit_pretrain.distributed.checkpoint.blob import ALIGNMENT, Containers, raw
 from lit_pretrain.distributed.checkpoint.manifest import THREADS
 
 FILE_BYTES = 1 << 26  # of tensors in one file: while one is brought to the disk, the next is hashed and written
 METADATA = ".metadata"
-
-
-def raw_bytes(tensor: Tensor) -> bytes:
-    """The values of a tensor in row-major order."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 class _Stream:
@@ -65,6 +60,7 @@ class Writer(FileSystemWriter):
         super().__init__(path, sync_files=False)
         self._folder = path
         self._threads = threads
+        self._containers = Containers()
         self.entries: dict[str, dict[str, Any]] = {}
 
     def storage_meta(self) -> StorageMeta:
@@ -92,22 +88,31 @@ class Writer(FileSystemWriter):
 
     def _file(self, name: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         results = []
-        sink = files.Sink(self._folder / name)
+        sink = files.Sink(self._folder / name, algorithm=files.FAST)
         try:
-            stream = _Stream(sink)
-            with without_crc():
-                for item in items:
-                    offset = sink.tell()
-                    torch.save(_on_host(planner.resolve_data(item)), stream)  # type: ignore[arg-type]  # write and flush are enough
-                    if stream.error is not None:
-                        raise stream.error
-                    length = sink.tell() - offset
-                    where = StorageInfo(name, offset, length)
-                    results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=where))
+            for item in items:
+                sink.write(bytes(-sink.tell() % ALIGNMENT))
+                offset = sink.tell()
+                self._tensor(_on_host(planner.resolve_data(item)), sink)
+                length = sink.tell() - offset
+                where = StorageInfo(name, offset, length)
+                results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=where))
             self.entries[name] = sink.finish()
         finally:
             sink.close()
         return results
+
+    def _tensor(self, tensor: Tensor, sink: files.Sink) -> None:
+        around = self._containers.around(tensor.dtype, tensor.shape)
+        if around is not None:
+            for part in (around[0], raw(tensor), around[1]):
+                sink.write(part)
+            return
+        stream = _Stream(sink)
+        with without_crc():
+            torch.save(tensor, stream)  # type: ignore[arg-type]  # write and flush are all it needs
+        if stream.error is not None:
+            raise stream.error
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index. Rank 0 only."""
