@@ -21,11 +21,14 @@ class LayerCache:
         self.v_BSHD = v_BSHD
 
     def append(self, k_BTHD: Tensor, v_BTHD: Tensor, *, start: int) -> tuple[Tensor, Tensor]:
-        """Write new tokens behind the ``start`` known ones; returns views of all of them."""
-        end = start + k_BTHD.shape[1]
-        self.k_BSHD[:, start:end] = k_BTHD
-        self.v_BSHD[:, start:end] = v_BTHD
-        return self.k_BSHD[:, :end], self.v_BSHD[:, :end]
+        """Write new tokens behind the ``start`` known ones; returns views of all of them.
+
+        A tensor-parallel rank brings its own heads only, and uses so much of the memory.
+        """
+        end, heads = start + k_BTHD.shape[1], k_BTHD.shape[2]
+        self.k_BSHD[:, start:end, :heads] = k_BTHD
+        self.v_BSHD[:, start:end, :heads] = v_BTHD
+        return self.k_BSHD[:, :end, :heads], self.v_BSHD[:, :end, :heads]
 
 
 class KVCache:

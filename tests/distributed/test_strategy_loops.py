@@ -254,3 +254,30 @@ def test_dropout_is_alike_where_activations_are_and_only_there(ranks):
     assert results[0, 0]["embedded"] != results[1, 0]["embedded"]
     results = {(data, tp): seen for data, tp, seen in ranks(4, masks, True)}
     assert len({str(seen["embedded"]) for seen in results.values()}) == 4  # four quarters of the activations
+
+
+def continuation(strategy):
+    """Tokens that follow a prompt, greedily; one token at a time cannot be split along the sequence."""
+    module = Wide(config("llama", tied=False), optimizer=adamw, seed=5)
+    texts = []
+
+    class Sample(pl.Callback):
+        def on_train_end(self, trainer, pl_module):
+            texts.append(pl_module.generate([1, 2, 3], max_new_tokens=5, temperature=0.0))
+
+    run = trainer(
+        HybridParallelStrategy(**strategy) if strategy else "auto", devices=2 if strategy else 1, callbacks=[Sample()]
+    )
+    run.fit(module, torch.utils.data.DataLoader(BATCHES, batch_size=None))
+    return texts
+
+
+def continuations(strategies):
+    return [continuation(strategy) for strategy in strategies]
+
+
+def test_generation_from_sharded_weights(ranks):
+    want = continuation(None)
+    assert len(want[0]) == 5
+    for results in ranks(2, continuations, [{"stage": 3}, {"tensor_parallel_size": 2, "stage": 3}]):
+        assert results == [want, want]
