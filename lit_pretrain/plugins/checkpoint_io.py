@@ -37,9 +37,6 @@ class FolderCheckpointIO(CheckpointIO):
     writes_folders: ClassVar[bool] = True
     """Whoever names checkpoints asks: no file ending is wanted."""
 
-    writes_folders = True
-    """A checkpoint's name needs no ending."""
-
     def __init__(self, *, background: bool = True, threads: int = THREADS) -> None:
         self.background = background
         self._threads = threads

@@ -100,7 +100,7 @@ class _Encoder:
             return {TAG: "defaultdict", "factory": name, "v": self._items(x, at)}
         if isinstance(x, argparse.Namespace):
             return self._dict(vars(x), at)
-        if kind.__module__.split(".")[0] == "omegaconf" and hasattr(x, "_iter_ex"):
+        if kind.__module__.split(".")[0] == "omegaconf" and kind.__name__ in ("DictConfig", "ListConfig"):
             return self._omegaconf(x, at)
         raise self._refusal(at, x, "only plain data is saved", "save numbers, strings, lists, dicts or tensors instead")
 

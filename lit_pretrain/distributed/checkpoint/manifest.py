@@ -111,7 +111,7 @@ def read_manifest(folder: Path) -> tuple[CheckpointFacts, dict[str, dict[str, An
     except ValueError as e:
         raise CheckpointError(f"{folder / COMPLETE} is damaged ({e}); take an earlier checkpoint.") from e
     if found != seal:
-        raise CheckpointError(f"{folder / MANIFEST} is damaged (checksum); take an earlier checkpoint.")
+        raise CheckpointError(f"{folder / MANIFEST} does not fit to {COMPLETE} (checksum); take an earlier checkpoint.")
     return _parse(folder / MANIFEST, content)
 
 
