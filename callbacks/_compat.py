@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -101,6 +102,15 @@ def writes_folders(trainer: Trainer) -> bool:
 def checkpoint_suffix(trainer: Trainer) -> str:
     """What the names of checkpoints end with."""
     return "" if writes_folders(trainer) else ".ckpt"
+
+
+def after_save(trainer: Trainer, work: Callable[[], object]) -> None:
+    """Do something that relies on the last checkpoint: when it is on the disk, and not at all if it fails."""
+    later = getattr(trainer.strategy.checkpoint_io, "after_save", None)
+    if later is None:
+        work()
+    else:
+        later(work)
 
 
 def wait_for_save(trainer: Trainer) -> None:

@@ -25,7 +25,9 @@ def prune(folder: Path, trainer: Trainer, *, keep_last: int, keep_every: int | N
         keep: Names of others that stay.
     """
     if _compat.writes_folders(trainer):
-        catalog.prune(folder, keep_last=keep_last, keep_every=keep_every, keep=keep)
+        _compat.after_save(
+            trainer, lambda: catalog.prune(folder, keep_last=keep_last, keep_every=keep_every, keep=set(keep))
+        )
         return
     steps = {int(m[1]): path for path in folder.glob("step-*.ckpt") if (m := _NAME.fullmatch(path.name))}
     kept = {step for step, path in steps.items() if path.name in keep}

@@ -16,9 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from lit_pretrain.callbacks import _compat, _compat_loops, _random
 from lit_pretrain.callbacks._compat_loops import Epoch, Place
-from lit_pretrain.callbacks._record import EXACT_KEY, KEY, write_names
+from lit_pretrain.callbacks._record import EXACT_KEY, KEY, parameter_names, write_names
 from lit_pretrain.callbacks._replay import EpochReplay
 from lit_pretrain.callbacks.order import Order, move_to_front
+from lit_pretrain.plugins import match_parameters
 
 
 class ExactResume(Callback):
@@ -72,6 +73,8 @@ class ExactResume(Callback):
         self._windows_to_restore: int | None = None
         self._ended_on_resume = False
         self._hooks: list[RemovableHandle] = []
+        self._checkpoint: dict[str, Any] | None = None
+        self._optimizers_exist = False
 
     # ---------------------------------------------------------------- saving
 
@@ -155,6 +158,9 @@ class ExactResume(Callback):
             return
         self._restored = checkpoint.get(EXACT_KEY)
         self._states = checkpoint.get(KEY, {}).get("rng", [])
+        self._checkpoint = checkpoint
+        if self._optimizers_exist:
+            self._match_optimizers(trainer)
         if self._restored is None or not self._states:
             self._restored = None
             rank_zero_warn(
@@ -163,8 +169,10 @@ class ExactResume(Callback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The loaders' first iterator is made after this, before any other hook."""
+        """Sort the optimizer states by name. The loaders' first iterator is made after this, before any other hook."""
         self._replay.before_iterator()
+        self._optimizers_exist = True
+        self._match_optimizers(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Lead the restored loops to the right place."""
@@ -258,6 +266,18 @@ class ExactResume(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Stop listening to the optimizers."""
         self._unhook()
+
+    def _match_optimizers(self, trainer: Trainer) -> None:
+        """Lightning hands optimizer states out by position; parameters may have been put into other groups since.
+
+        It restores callbacks before the optimizers exist, or after, as the strategy wants; the states always later.
+        """
+        checkpoint, self._checkpoint = self._checkpoint, None
+        if checkpoint is None or "parameter_names" not in checkpoint.get(KEY, {}):
+            return
+        names = parameter_names(trainer)
+        if names != checkpoint[KEY]["parameter_names"]:
+            checkpoint["optimizer_states"] = match_parameters(checkpoint, names)
 
     def _restore_random(self) -> None:
         assert self._to_restore is not None

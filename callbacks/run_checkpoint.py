@@ -131,12 +131,16 @@ class RunCheckpoint(Checkpoint):
         if self._saved_at == step and self._last is not None:
             return self._folder / self._last
         name = f"step-{step:08d}{_compat.checkpoint_suffix(trainer)}"
-        self._saved_at, self._last, self._due = step, name, False  # before the save: it holds this state
+        before = self._saved_at, self._last, self._best
+        # The checkpoint holds this state, so it is set before.
+        self._saved_at, self._last, self._due, self._reason = step, name, False, reason
         if self._better:
             self._best, self._better = name, False
-        self._reason = reason
         try:
             trainer.save_checkpoint(self._folder / name)
+        except BaseException:
+            self._saved_at, self._last, self._best = before
+            raise
         finally:
             self._reason = "manual"
         self._saved_time = self._clock()
@@ -202,8 +206,6 @@ class RunCheckpoint(Checkpoint):
         if self.save_at_end and not _compat.is_debugging(trainer) and trainer.global_step > 0:
             self.save(trainer, reason="end")
         _compat.wait_for_save(trainer)
-        if self._last is not None:
-            self._prune(trainer)
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

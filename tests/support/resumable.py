@@ -202,7 +202,7 @@ def run(
         corpus(Path(root)), sequence_length=T, micro_batch_size=ROWS // accumulation // world, global_batch_size=ROWS
     )
     counters = RunCounters()
-    saver = RunCheckpoint(every_n_steps=1, **({"keep_last": 3} | (checkpoint or {})))
+    saver = RunCheckpoint(**({"every_n_steps": 1, "keep_last": 3} | (checkpoint or {})))
     everything = [
         saver,
         Writer(folder),
