@@ -281,3 +281,68 @@ def test_generation_from_sharded_weights(ranks):
     assert len(want[0]) == 5
     for results in ranks(2, continuations, [{"stage": 3}, {"tensor_parallel_size": 2, "stage": 3}]):
         assert results == [want, want]
+
+
+def unseeded():
+    """A module that every rank has filled with numbers of its own."""
+    torch.manual_seed(100 + torch.distributed.get_rank())
+    module = Stack()
+    run = trainer(ZeROStrategy(3), devices=2, max_steps=0)
+    mine = module.layers[0].weight.detach().clone()
+    run.fit(module, loader(8, batch_size=4))
+    return mine, state.whole(module.layers[0].weight)
+
+
+def test_every_rank_starts_from_rank_zeros_weights(ranks):
+    (first, together), (second, also) = ranks(2, unseeded, init=True)
+    assert not torch.equal(first, second)
+    assert torch.equal(together, first.double())
+    assert torch.equal(also, first.double())
+
+
+def read_as_if_alone():
+    """A loader that deals batches out by the process's rank, under tensor parallelism."""
+    run = trainer(TensorParallelStrategy(2), devices=2)
+    mine = BATCHES[run.global_rank :: 2]
+    try:
+        run.fit(GPTModule(config("gpt2", tied=True)), torch.utils.data.DataLoader(mine, batch_size=None))
+    except ConfigError as e:
+        return str(e)
+    return "went through"
+
+
+def test_different_batches_in_one_tensor_parallel_group_are_refused_on_every_rank(ranks):
+    for message in ranks(2, read_as_if_alone):
+        assert message.startswith("Ranks of one tensor-parallel group read different batches; let the loader follow")
+
+
+def odd_lengths(sequence_parallel):
+    """Training on sequences of 7 tokens with 2 tensor-parallel ranks."""
+    short = [{k: v[:, :7] for k, v in batch.items()} for batch in BATCHES]
+    run = trainer(TensorParallelStrategy(2, sequence_parallel=sequence_parallel), devices=2)
+    try:
+        run.fit(GPTModule(config("gpt2", tied=True)), torch.utils.data.DataLoader(short, batch_size=None))
+    except ConfigError as e:
+        return str(e)
+    return "went through"
+
+
+def test_sequences_that_cannot_be_shared_are_refused_in_training_only(ranks):
+    assert ranks(2, odd_lengths, False) == ["went through"] * 2
+    for message in ranks(2, odd_lengths, True):
+        assert message.startswith("strategy.sequence_parallel=true needs sequences whose length is a multiple of")
+
+
+def laid_out_twice():
+    module = Stack()
+    trainer(ZeROStrategy(3), devices=2, max_steps=0).fit(module, loader(8, batch_size=4))
+    try:
+        trainer(ZeROStrategy(2), devices=2, max_steps=0).fit(module, loader(8, batch_size=4))
+    except ConfigError as e:
+        return str(e)
+    return "went through"
+
+
+def test_a_module_of_another_strategy_is_refused(ranks):
+    for message in ranks(2, laid_out_twice):
+        assert "is already sharded by another strategy" in message
