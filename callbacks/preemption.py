@@ -148,7 +148,7 @@ class PreemptionCheckpoint(Callback):
         folder = self.dirpath or Path(theirs[0] if theirs else Path(trainer.default_root_dir) / FOLDER)
         path = folder / f"step-{trainer.global_step:08d}{_compat.checkpoint_suffix(trainer)}"
         path = Path(trainer.strategy.broadcast(str(path.absolute())))
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only=False)
         return path
 
     def _end(self, trainer: Trainer) -> None:

@@ -137,7 +137,7 @@ class RunCheckpoint(Checkpoint):
         if self._better:
             self._best, self._better = name, False
         try:
-            trainer.save_checkpoint(self._folder / name)
+            trainer.save_checkpoint(self._folder / name, weights_only=False)
         except BaseException:
             self._saved_at, self._last, self._best = before
             raise
