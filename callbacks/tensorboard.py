@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -17,17 +17,14 @@ class TensorBoardContinuation(Callback):
     """Makes TensorBoard forget what a run logged between the checkpoint it goes on from and its death.
 
     TensorBoard drops all events of a run from step ``s`` on when it meets a session-start event with step ``s``. Its
-    reader takes the first such event of a run for the run's beginning, so a new run gets one too. Curves are written
-    to the disk whenever a checkpoint is, or what was logged before it would be lost with the process.
+    reader takes the first such event of a run for the run's beginning, so a new run gets one too. (Lightning writes
+    curves through to the disk whenever it logs, so a killed process loses none that stand before its last checkpoint.)
 
     Works with every ``TensorBoardLogger`` of the trainer that logs into the same folder again (the same ``version``).
     Leave its ``purge_step`` alone.
     """
 
     order: ClassVar[int] = Order.RESUME + 1
-
-    def __init__(self) -> None:
-        self._flush_at_next_batch = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Open the first session."""
@@ -51,22 +48,6 @@ class TensorBoardContinuation(Callback):
         if trainer.is_global_zero:
             for logger in _boards(trainer):
                 start_session(logger, step=step)
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Lightning logs an update after callbacks have saved it."""
-        if self._flush_at_next_batch:
-            self._flush(trainer)
-            self._flush_at_next_batch = False
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Curves up to a checkpoint are as safe as the checkpoint."""
-        self._flush(trainer)
-        self._flush_at_next_batch = True
-
-    def _flush(self, trainer: Trainer) -> None:
-        if trainer.is_global_zero:
-            for logger in _boards(trainer):
-                logger.experiment.flush()
 
 
 def start_session(logger: TensorBoardLogger, *, step: int) -> None:

@@ -81,6 +81,14 @@ def test_one_process(root: str, tmp_path: Path, ranks: Any, blow: tuple[str, int
     is_same_run(root, tmp_path, ranks, 1, [(*blow, None)])
 
 
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_from_folders_written_in_the_background(root: str, tmp_path: Path, ranks: Any, world: int) -> None:
+    """A blow falls while a thread writes: what it leaves unfinished is not taken."""
+    is_same_run(root, tmp_path, ranks, world, [("on_train_batch_start", 14, None)], folders=True)
+    left = [p.name for p in (tmp_path / "killed" / "checkpoints").iterdir()]
+    assert sorted(left) == ["step-00000018", "step-00000019", "step-00000020"]
+
+
 @pytest.mark.slow
 def test_one_process_killed_again_and_again(root: str, tmp_path: Path, ranks: Any) -> None:
     """Counts begin anew in each process."""

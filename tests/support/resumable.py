@@ -28,7 +28,9 @@ from lit_pretrain.callbacks import (
 )
 from lit_pretrain.corpus import ShardFolders, ShardWriter
 from lit_pretrain.data import TokenDataModule
+from lit_pretrain.distributed.checkpoint import catalog
 from lit_pretrain.module import GPTModule
+from lit_pretrain.plugins import FolderCheckpointIO
 from lit_pretrain.specs import GPTConfig
 
 VOCAB, T, ROWS = 61, 8, 8  # ids, tokens per row, rows per update
@@ -163,8 +165,12 @@ def seed(folder: str) -> None:
 
 
 def newest(folder: str) -> str | None:
-    """Of files: the names are enough here, since nothing tears them."""
-    found = sorted((Path(folder) / "checkpoints").glob("step-*"))
+    """Of folders the newest whole one; of files by name, which is enough where nothing tears them."""
+    place = Path(folder) / "checkpoints"
+    whole = catalog.newest(place)
+    if whole is not None:
+        return str(whole.path)
+    found = sorted(place.glob("step-*.ckpt"))
     return str(found[-1]) if found else None
 
 
@@ -178,7 +184,7 @@ def run(
     ckpt_path: str | None = "newest",
     accumulation: int = 2,
     dropout: float = 0.2,
-    plugins: list[Any] | None = None,
+    folders: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """Train from the newest checkpoint of the folder, or from the start; give what has to be equal.
@@ -192,7 +198,7 @@ def run(
         ckpt_path: ``newest``, a path, or None for a run from the start.
         accumulation: Microbatches per update; their size follows.
         dropout: Probability.
-        plugins: Of the trainer.
+        folders: Checkpoints are folders, written in the background.
         settings: Of the trainer.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -217,7 +223,9 @@ def run(
     if kill is not None:
         everything.append(Kill(*kill))
     module = gpt(dropout=dropout)
+    plugins = [FolderCheckpointIO()] if folders else None
     fit = trainer(folder, everything, accumulate_grad_batches=accumulation, plugins=plugins, **settings)
+
     fit.fit(module, datamodule=data, ckpt_path=newest(folder) if ckpt_path == "newest" else ckpt_path)
     return outcome(fit, module) | {"tokens": counters.tokens, "read": counters.tokens_read, "updates": counters.updates}
 
