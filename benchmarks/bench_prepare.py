@@ -1,8 +1,9 @@
-"""A preparation against the tokenizer library alone, on the same text with the same cores.
+"""A preparation against the tokenizer library alone, on the same text with the same cores, in turns.
 
-Run ``python -m benchmarks.bench_prepare``; it is not among the default ones, for it takes minutes and some GB of disk.
-The text is this machine's Python code, its lines drawn anew until there is enough of it. The preparation is run twice:
-once as it is, once killed half way and started again; the shards must be the same.
+Run ``python -m benchmarks.bench_prepare [GIGABYTES]``; it is not among the default ones, for 1 GB takes a quarter of
+an hour on two quiet cores, and some GB of disk. The text is this machine's Python code, its lines drawn anew until
+there is enough of it. The preparation runs twice: once as it is, stopped every now and then while the library is
+measured, and once killed half way and started again; the shards must be the same.
 """
 
 from __future__ import annotations
@@ -12,22 +13,23 @@ import json
 import multiprocessing
 import os
 import random
-import resource
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.processes import run_in_turns
+
 VOCAB_SIZE = 16_384
 FILES = 8
-SMALL = 24_000_000  # bytes on which the library is measured and the tokenizer trained
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+SMALL = 12_000_000  # bytes on which the library is measured and the tokenizer trained
+_SLICE = 2_000_000  # bytes that the library encodes in a turn, per core
 
 
 def write_text(folder: Path, *, gigabytes: float) -> int:
@@ -53,97 +55,83 @@ def write_text(folder: Path, *, gigabytes: float) -> int:
     return written
 
 
-def _read(path: Path, share: int, shares: int) -> list[str]:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["text"] for line in lines[share::shares]]
+class Library:
+    """``encode_batch`` alone: in one process per core, each with one thread, and in one process with its own threads.
+
+    Args:
+        text: JSONL; read before anything is measured.
+        tokenizer: ``tokenizer.json``.
+        cores: Of the machine.
+    """
+
+    def __init__(self, text: Path, tokenizer: Path, *, cores: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.samples: dict[str, list[tuple[float, float, float]]] = {}  # MB, seconds, CPU seconds
+        self._cores = cores
+        self._turn = 0
+        self._pools = {
+            kind: ProcessPoolExecutor(processes, context, _open, (str(text), str(tokenizer), kind))
+            for kind, processes in (("processes", cores), ("threads", 1))
+        }
+        for _ in range(2):  # warm: every process has read its text
+            self.measure()
+        self.samples.clear()
+
+    def measure(self) -> None:
+        """One turn of each kind, on other parts of the text than the last."""
+        for kind, pool in self._pools.items():
+            shares = self._cores if kind == "processes" else 1
+            size = _SLICE if kind == "processes" else _SLICE * self._cores
+            done = list(pool.map(_encode, [(self._turn * shares + share, size) for share in range(shares)]))
+            begun, ended, cpu, num_bytes = zip(*done, strict=True)
+            seconds = max(ended) - min(begun)
+            self.samples.setdefault(kind, []).append((sum(num_bytes) / 1e6, seconds, sum(cpu)))
+        self._turn += 1
+
+    def close(self) -> None:
+        """End the processes."""
+        for pool in self._pools.values():
+            pool.shutdown()
+
+    def speed(self, kind: str) -> tuple[float, float]:
+        """MB a second and a CPU second, over all turns."""
+        mb, seconds, cpu = (sum(column) for column in zip(*self.samples[kind], strict=True))
+        return mb / seconds, mb / cpu
 
 
-def _encode(task: tuple[Path, str, int, int]) -> tuple[float, float, float, int]:
-    """Start, end, CPU seconds and bytes of encoding a share of a file that is in memory."""
-    path, tokenizer_path, share, shares = task
-    os.environ["TOKENIZERS_PARALLELISM"] = "false" if shares > 1 else "true"
+@cache
+def _loaded() -> dict[str, Any]:
+    return {}
+
+
+def _open(text: str, tokenizer: str, kind: str) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if kind == "threads" else "false"
     from lit_pretrain.corpus import TokenizerFile
 
-    tokenizer = TokenizerFile(tokenizer_path)
-    texts = _read(path, share, shares)
-    tokenizer.encode_batch(texts[:50])
+    lines = Path(text).read_text(encoding="utf-8").splitlines()
+    _loaded().update(texts=[json.loads(line)["text"] for line in lines], tokenizer=TokenizerFile(tokenizer))
+
+
+def _encode(task: tuple[int, int]) -> tuple[float, float, float, int]:
+    """Start, end, CPU seconds and bytes of encoding the ``part``-th piece of ``size`` bytes, round and round."""
+    part, size = task
+    texts, tokenizer = _loaded()["texts"], _loaded()["tokenizer"]
+    place = part * 977 % len(texts)
+    chosen: list[str] = []
+    num_bytes = 0
+    while num_bytes < size:
+        chosen.append(texts[place % len(texts)])
+        num_bytes += len(chosen[-1].encode())
+        place += 1
     begun, cpu = time.time(), time.process_time()
-    for low in range(0, len(texts), 500):
-        tokenizer.encode_batch(texts[low : low + 500])
-    return begun, time.time(), time.process_time() - cpu, sum(len(text.encode()) for text in texts)
-
-
-def library_speed(path: Path, tokenizer: Path, *, processes: int) -> tuple[float, float]:
-    """``encode_batch`` alone, in processes of one thread, or with 1 in the library's threads.
-
-    Gives MB of text a second, and a CPU second.
-    """
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        tasks = [(path, str(tokenizer), share, processes) for share in range(processes)]
-        done = list(pool.map(_encode, tasks))
-    begun, ended, cpu, size = zip(*done, strict=True)
-    return sum(size) / 1e6 / (max(ended) - min(begun)), sum(size) / 1e6 / sum(cpu)
-
-
-class Memory(threading.Thread):
-    """Samples the resident memory of a process and of everything below it, in MB."""
-
-    def __init__(self, pid: int) -> None:
-        super().__init__(daemon=True)
-        self.pid = pid
-        self.samples: list[tuple[float, float]] = []
-
-    def run(self) -> None:
-        """Until the process ends."""
-        begun = time.monotonic()
-        while (total := sum(map(_resident, _family(self.pid)))) > 0:
-            self.samples.append((time.monotonic() - begun, total / 1e6))
-            time.sleep(0.5)
-
-    def largest(self, low: float, high: float) -> float:
-        """Peak between two shares of the time."""
-        last = self.samples[-1][0]
-        return max((mb for at, mb in self.samples if low * last <= at <= high * last), default=0.0)
-
-
-def _family(pid: int) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except (OSError, IndexError):
-                continue
-            children.setdefault(parent, []).append(int(entry.name))
-    found = [pid]
-    for one in found:
-        found += children.get(one, [])
-    return found
-
-
-def _resident(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
-    except (OSError, IndexError):
-        return 0
+    for low in range(0, len(chosen), 500):
+        tokenizer.encode_batch(chosen[low : low + 500])
+    return begun, time.time(), time.process_time() - cpu, num_bytes
 
 
 def _command(text: Path, output: Path, *, tokenizer: Path | str) -> list[str]:
     words = [f"input={text}", f"output={output}", f"tokenizer={tokenizer}", f"vocab_size={VOCAB_SIZE}"]
     return [sys.executable, "-m", "lit_pretrain.cli", "prepare", *words]
-
-
-def _prepare(command: list[str]) -> tuple[float, float, Memory]:
-    """Seconds, CPU seconds of all its processes, and memory."""
-    begun, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    memory = Memory(process.pid)
-    memory.start()
-    if process.wait() != 0:
-        raise RuntimeError(f"{' '.join(command)} failed")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return time.monotonic() - begun, cpu, memory
 
 
 def _kill_half_way(command: list[str], parts: Path, *, units: int) -> int:
@@ -166,8 +154,13 @@ def _checksums(folder: Path) -> dict[str, str]:
     return found
 
 
-def run(*, gigabytes: float = 1.0, repeats: int = 2) -> dict[str, Any]:
-    """All figures; the library is measured before and after, for the speed of a shared machine drifts."""
+def run(*, gigabytes: float = 1.0, turns: int = 12) -> dict[str, Any]:
+    """All figures.
+
+    Args:
+        gigabytes: Text to prepare, in 10^9 bytes.
+        turns: About how often the library is measured while the preparation is stopped.
+    """
     cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="bench-prepare-") as name:
         folder = Path(name)
@@ -176,24 +169,23 @@ def run(*, gigabytes: float = 1.0, repeats: int = 2) -> dict[str, Any]:
         small = folder / "small.jsonl"
         with (folder / "text" / "0.jsonl").open("rb") as file:
             small.write_bytes(b"".join(file.readlines(SMALL)))
-        _prepare(_command(small, folder / "first", tokenizer="train"))
+        run_in_turns(_command(small, folder / "first", tokenizer="train"))
         tokenizer = folder / "first" / "tokenizer.json"
-        alone: dict[str, list[tuple[float, float]]] = {"processes": [], "threads": []}
-
-        def measure_library() -> None:
-            for _ in range(repeats):
-                alone["processes"].append(library_speed(small, tokenizer, processes=cores))
-                alone["threads"].append(library_speed(small, tokenizer, processes=1))
-
-        measure_library()
-        seconds, cpu, memory = _prepare(_command(folder / "text", folder / "whole", tokenizer=tokenizer))
-        measure_library()
+        library = Library(small, tokenizer, cores=cores)
+        library.measure()
+        _say("library alone, MB/s: ", ", ".join(f"{kind} {library.speed(kind)[0]:.2f}" for kind in library.samples))
+        every_s = text_bytes / 1e6 / library.speed("processes")[0] / turns
+        whole = _command(folder / "text", folder / "whole", tokenizer=tokenizer)
+        seconds, cpu, memory = run_in_turns(whole, meanwhile=library.measure, every_s=every_s)
+        library.close()
+        _say(f"prepared in {seconds:.0f} s; now once more, killed half way")
         record = json.loads((folder / "whole" / "prepare.json").read_text())
         units = record["splits"]["train"]["shards"]
         again = _command(folder / "text", folder / "killed", tokenizer=tokenizer)
         finished = _kill_half_way(again, folder / "killed" / ".parts", units=units)
-        resumed, _, _ = _prepare(again)
+        resumed, _, _ = run_in_turns(again)
         same = _checksums(folder / "whole") == _checksums(folder / "killed")
+    speeds = {kind: library.speed(kind) for kind in library.samples}
     return {
         "text_bytes": text_bytes,
         "cores": cores,
@@ -202,15 +194,21 @@ def run(*, gigabytes: float = 1.0, repeats: int = 2) -> dict[str, Any]:
         "seconds": seconds,
         "mb_per_s": text_bytes / 1e6 / seconds,
         "mb_per_cpu_s": text_bytes / 1e6 / cpu,
-        "library_mb_per_s": {kind: statistics.median(wall for wall, _ in found) for kind, found in alone.items()},
-        "library_mb_per_cpu_s": {kind: statistics.median(cpu for _, cpu in found) for kind, found in alone.items()},
-        "library_samples": alone,
+        "library_mb_per_s": {kind: wall for kind, (wall, _) in speeds.items()},
+        "library_mb_per_cpu_s": {kind: of_cpu for kind, (_, of_cpu) in speeds.items()},
+        "library_mb_per_s_by_turn": {
+            kind: [mb / wall for mb, wall, _ in some] for kind, some in library.samples.items()
+        },
         "memory_mb_by_quarter": [memory.largest(low / 4, (low + 1) / 4) for low in range(4)],
         "killed_after_units": finished,
         "units": units,
         "resumed_seconds": resumed,
         "same_shards_after_a_kill": same,
     }
+
+
+def _say(*words: str) -> None:
+    print(*words, sep="", file=sys.stderr, flush=True)
 
 
 def table(figures: dict[str, Any]) -> str:
@@ -224,6 +222,8 @@ def table(figures: dict[str, Any]) -> str:
     best = max(wall.values()), max(cpu.values())
     ratios = (figures["mb_per_s"] / best[0], figures["mb_per_cpu_s"] / best[1])
     quarters = ", ".join(f"{mb:.0f}" for mb in figures["memory_mb_by_quarter"])
+    turns = figures["library_mb_per_s_by_turn"]["processes"]
+    low, _, high = statistics.quantiles(turns, n=4)
     return "\n".join(
         (
             f"{figures['text_bytes'] / 1e9:.2f} GB of text on {figures['cores']} cores, "
@@ -231,6 +231,7 @@ def table(figures: dict[str, Any]) -> str:
             f"{'':<45}{'MB/s':>8}{'MB/CPU s':>10}",
             *(f"{name:<45}{per_s:>8.2f}{per_cpu_s:>10.2f}" for name, (per_s, per_cpu_s) in rows.items()),
             f"{'prepare / the better of the two':<45}{ratios[0]:>8.2f}{ratios[1]:>10.2f}",
+            f"{'quartiles of the library over ' + str(len(turns)) + ' turns':<45}{low:>8.2f} to {high:.2f} MB/s",
             f"{'peak memory of all processes, by quarter':<45}{quarters} MB",
             f"killed after {figures['killed_after_units']} of {figures['units']} units, the rest in "
             f"{figures['resumed_seconds']:.0f} s: "
@@ -240,4 +241,6 @@ def table(figures: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    print(table(run(gigabytes=float(sys.argv[1]) if len(sys.argv) > 1 else 1.0)))
+    figures = run(gigabytes=float(sys.argv[1]) if len(sys.argv) > 1 else 1.0)
+    print(table(figures))
+    print(json.dumps(figures))
