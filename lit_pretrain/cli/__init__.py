@@ -48,8 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Words after the command's name; those of the process by default.
 
     Returns:
-        The exit code: 0; 1 for a failed run or a refused setting; 2 for a wrong verb or flag; 130 after Ctrl-C;
-        128 + n after signal n.
+        The exit code: 0; 1 for a failed run or a refused setting; 2 for a wrong verb or flag; 75 for a run that a
+        signal ended after it had saved; 130 after Ctrl-C; 128 + n after signal n.
     """
     try:
         code = _main(list(sys.argv[1:] if arguments is None else arguments))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -18,12 +19,10 @@ from typing import Any
 
 import hydra
 
-from lit_pretrain.cli import flags, hints, ranks, report
+from lit_pretrain.cli import flags, hints, ranks, report, resume, saved
 from lit_pretrain.cli.launch import Failed, Terminated
-from lit_pretrain.errors import ConfigError, RankError
+from lit_pretrain.errors import ConfigError, Preempted, RankError
 
-COMMAND_VARIABLE = "LIT_PRETRAIN_COMMAND_PID"
-"""Process id of the command, so that a job in a worker process of a sweep knows that it is not the command."""
 NOTE_VARIABLE = "LIT_PRETRAIN_SWEEP_NOTE"
 """File in which :class:`lit_pretrain.cli.report.SweepReport` leaves the sweep's folder."""
 
@@ -113,7 +112,8 @@ def run_verb(verb: str, argv: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="lit-pretrain-") as scratch:
         note = Path(scratch) / "sweep"
         # With HYDRA_FULL_ERROR Hydra raises what went wrong instead of printing it and leaving the process.
-        with environment(**{"HYDRA_FULL_ERROR": "1", COMMAND_VARIABLE: str(os.getpid()), NOTE_VARIABLE: str(note)}):
+        ours = {ranks.COMMAND_VARIABLE: ranks.this_command(), NOTE_VARIABLE: str(note)}
+        with environment(HYDRA_FULL_ERROR="1", **ours):
             return _run(verb, job, argv, note)
 
 
@@ -127,6 +127,8 @@ def _run(verb: str, job: Callable[..., Any], argv: list[str], note: Path) -> int
         return _complain("interrupted.", code=130)
     except Terminated as e:
         return _complain(f"stopped by {signal.Signals(e.signum).name}.", code=128 + e.signum)
+    except Preempted as e:
+        return _complain(f"{e}. Go on with:\n  {_go_on(e, argv)}", code=e.EXIT_CODE)
     except SystemExit as e:  # a flag with a wrong value, by argparse
         return e.code if isinstance(e.code, int) else 1
     except Failed as e:
@@ -150,6 +152,15 @@ def _say_why(e: BaseException | None, verb: str, argv: list[str]) -> int:
         return _complain(f"{e.filename}: {e.strerror}; choose another folder with output_root=... or run_id=....")
     traceback.print_exception(e)
     return 1
+
+
+def _go_on(e: Preempted, argv: list[str]) -> str:
+    """The same words with resume=auto, for the run, or for the whole sweep where it was one."""
+    words = [word for word in argv if word.partition("=")[0] not in ("resume", "resume_accept")]
+    if "-m" not in words and "--multirun" not in words:
+        run_dir = Path(e.checkpoint).parent.parent
+        return resume.again(words, run_dir, saved.read_resolved(run_dir)["output_root"])
+    return shlex.join(["lit-pretrain", "train", *words, "resume=auto"])
 
 
 def _sweep_failures(note: Path) -> int:

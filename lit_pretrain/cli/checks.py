@@ -28,6 +28,8 @@ KNOWN = (
     "optimizer",
     "output_root",
     "precision",
+    "resume",
+    "resume_accept",
     "run",
     "run_id",
     "schedule",

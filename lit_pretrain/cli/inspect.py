@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ import yaml
 from omegaconf import DictConfig
 
 from lit_pretrain import units
-from lit_pretrain.cli import launch, saved
+from lit_pretrain.cli import launch, resume, saved
 from lit_pretrain.cli.outlook import Outlook, get, look
 from lit_pretrain.cli.resolvers import resolve
-from lit_pretrain.cli.runstate import CheckpointFacts, RunState, read_state
+from lit_pretrain.cli.runstate import RunState, read_state
 from lit_pretrain.cli.table import Section, columns, layout
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.instantiate import checkpoints
+from lit_pretrain.instantiate.checkpoints import CheckpointFacts
 
 FREE_TEXT = ("run",)
 """Settings whose value is text as it stands, not Hydra's grammar."""
@@ -131,11 +133,16 @@ def _what(config: Mapping[str, Any], outlook: Outlook) -> list[tuple[str, str]]:
 
 def _command(run_dir: Path) -> str:
     """The command line that made the run, as Hydra kept it; empty where it did not."""
+    words = _overrides(run_dir)
+    return "" if words is None else shlex.join(["lit-pretrain", "train", *words])
+
+
+def _overrides(run_dir: Path) -> list[str] | None:
     try:
         words = yaml.safe_load((run_dir / ".hydra" / "overrides.yaml").read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError):
-        return ""
-    return shlex.join(["lit-pretrain", "train", *map(str, words)]) if isinstance(words, list) else ""
+        return None
+    return [str(word) for word in words] if isinstance(words, list) else None
 
 
 def _reached(outlook: Outlook, state: RunState) -> str:
@@ -152,16 +159,18 @@ def _verified(facts: CheckpointFacts) -> CheckpointFacts:
         return facts
     problem = ""
     try:
-        content = saved.read_checkpoint(facts.path)
-        weights = content.get("state_dict")
-        if not isinstance(weights, Mapping) or not weights:
+        problem = checkpoints.damage(facts.path)
+        weights = {} if problem else saved.read_weights(facts.path)
+        if problem:
+            pass
+        elif not weights:
             problem = "it holds no weights"
         else:
             broken = [name for name, value in weights.items() if value.is_floating_point() and not _is_finite(value)]
             problem = f"{broken[0]} holds values that are not finite" if broken else ""
     except ConfigError as e:
         problem = str(e)
-    return CheckpointFacts(path=facts.path, size=facts.size, step=facts.step, problem=problem)
+    return replace(facts, problem=problem)
 
 
 def _is_finite(value: Any) -> bool:
@@ -173,10 +182,10 @@ def _checkpoints(run_dir: Path, facts: Sequence[CheckpointFacts], *, verified: b
         return f"checkpoints\n  none in {run_dir / checkpoints.FOLDER}\n"
     good = "whole" if verified else "looks whole"
     rows = [
-        [f"  {f.path.name}", "?" if f.step is None else f"{f.step:,}", units.size(f.size), f.problem or good]
+        [f"  {f.path.name}", "?" if f.step is None else f"{f.step:,}", units.size(f.size), f.reason, f.problem or good]
         for f in facts
     ]
-    return columns(["checkpoints", "updates", "size", "readable"], rows, left=(0, 3))
+    return columns(["checkpoints", "updates", "size", "saved for", "readable"], rows, left=(0, 3, 4))
 
 
 def _next(
@@ -188,18 +197,19 @@ def _next(
         rows.append(("curves", f"tensorboard --logdir {folder}"))
     usable = [f for f in facts if not f.problem]
     if usable and config:
-        which = "" if usable[-1] == facts[-1] else f" checkpoint={usable[-1].path.name}"
         try:
             saved.find_tokenizer(run_dir, None, resolved=config)
         except ConfigError:
-            rows.append(("text", f'lit-pretrain generate run={folder}{which} tokenizer=FILE prompt="..."'))
+            rows.append(("text", f'lit-pretrain generate run={folder} tokenizer=FILE prompt="..."'))
         else:
-            rows.append(("text", f'lit-pretrain generate run={folder}{which} prompt="..."'))
-        rows.append(("score", f"lit-pretrain evaluate run={folder}{which}"))
-    if state.kind != "running" and config:
-        command = _command(run_dir)
-        if state.kind != "finished" and command:
-            rows.append(("again", command))
+            rows.append(("text", f'lit-pretrain generate run={folder} prompt="..."'))
+        rows.append(("score", f"lit-pretrain evaluate run={folder}"))
+    if state.kind not in ("running", "finished") and config:
+        words = _overrides(run_dir)
+        if words is not None and usable:
+            rows.append(("go on", resume.again(words, run_dir, config.get("output_root", "outputs"))))
+        elif words is not None:
+            rows.append(("again", _command(run_dir)))
     return rows or [("", "nothing: neither curves nor a checkpoint that can be read")]
 
 
@@ -242,7 +252,14 @@ def _json(run_dir: Path, config: Mapping[str, Any], state: RunState, facts: Sequ
         "updates": state.steps,
         "metrics": _finite(state.metrics),
         "checkpoints": [
-            {"path": str(f.path), "bytes": f.size, "updates": f.step, "problem": f.problem or None} for f in facts
+            {
+                "path": str(f.path),
+                "bytes": f.size,
+                "updates": f.step,
+                "reason": f.reason or None,
+                "problem": f.problem or None,
+            }
+            for f in facts
         ],
         "notes": list(state.notes),
         "has_configuration": bool(config),

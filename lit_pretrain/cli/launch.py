@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any
 
 from lit_pretrain.cli import failures, ranks
-from lit_pretrain.errors import RankError
+from lit_pretrain.errors import Preempted, RankError
 
 WORKER = "lit_pretrain.cli.worker"
 RESOLVED = "resolved.yaml"
@@ -63,7 +63,7 @@ def run(run_dir: Path, world_size: int, *, orphan_of: int | None = None) -> dict
     Args:
         run_dir: The run folder.
         world_size: Ranks, all on this machine.
-        orphan_of: Process id of a parent whose death must end the run (a sweep that runs this job in a worker process).
+        orphan_of: Process whose death must end the run (the command, when a sweep runs this job in a worker process).
 
     Returns:
         What rank 0 wrote to ``run_dir/result.json``.
@@ -73,6 +73,7 @@ def run(run_dir: Path, world_size: int, *, orphan_of: int | None = None) -> dict
         RankError: A rank failed; the message holds its traceback.
         KeyboardInterrupt: Ctrl-C; the ranks had GRACE_S to save.
         Terminated: SIGTERM; the same.
+        Preempted: A signal ended the run, and it saved.
     """
     shutil.rmtree(run_dir / failures.FOLDER, ignore_errors=True)
     (run_dir / RESULT).unlink(missing_ok=True)
@@ -87,6 +88,8 @@ def run(run_dir: Path, world_size: int, *, orphan_of: int | None = None) -> dict
             raise
         finally:
             group.end()
+    if len(group.codes) == world_size and set(group.codes.values()) == {Preempted.EXIT_CODE}:
+        raise _preempted(run_dir)
     if group.asked:
         raise Terminated(group.asked[0])
     if any(group.codes.values()) or len(group.codes) < world_size:
@@ -96,6 +99,16 @@ def run(run_dir: Path, world_size: int, *, orphan_of: int | None = None) -> dict
     except FileNotFoundError as e:
         raise RankError(f"every rank ended well, but {run_dir / RESULT} is missing.") from e
     return result
+
+
+def _preempted(run_dir: Path) -> Preempted:
+    result = json.loads((run_dir / RESULT).read_text(encoding="utf-8"))
+    return Preempted(
+        signal=result["signal"],
+        step=result["steps"],
+        checkpoint=result["checkpoint"],
+        requeued=result["requeued"],
+    )
 
 
 class _Ranks:
@@ -148,13 +161,15 @@ class _Ranks:
         """Return when every rank has ended, or one has failed and the others had time to say why."""
         deadline: float | None = None
         while not self.poll():
-            if orphan_of is not None and os.getppid() != orphan_of and not self.asked:
+            if orphan_of is not None and not self.asked and not ranks.is_alive(orphan_of):
                 self.ask(signal.SIGTERM)
             if self.asked:
                 self.wait(GRACE_S)
                 return
             if deadline is None and any(self.codes.values()):
-                deadline = time.monotonic() + SETTLE_S
+                # Preempted ranks end together; rank 0 has files to close.
+                is_preempted = set(self.codes.values()) <= {0, Preempted.EXIT_CODE}
+                deadline = time.monotonic() + (GRACE_S if is_preempted else SETTLE_S)
             if deadline is not None and time.monotonic() > deadline:
                 return
             time.sleep(POLL_S)

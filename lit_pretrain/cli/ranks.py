@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 RANK_VARIABLES = (
     "RANK",
@@ -28,6 +30,38 @@ RANK_VARIABLES = (
     "PL_SEED_WORKERS",
 )
 """Set per rank; a rank that we start must not inherit them from whoever started us."""
+
+
+COMMAND_VARIABLE = "LIT_PRETRAIN_COMMAND"
+"""Process and machine of the command, so that a job in a worker process of a sweep knows whose end is its own."""
+
+
+def this_command() -> str:
+    """What the command writes into :data:`COMMAND_VARIABLE`."""
+    return f"{os.getpid()}@{socket.gethostname()}"
+
+
+def command_to_watch(environment: Mapping[str, str] | None = None) -> int | None:
+    """Process id of the command when this process is a worker of its sweep, whoever lies between (joblib, submitit).
+
+    None in the command itself, and on another machine, where SLURM decides when a job ends.
+    """
+    pid, _, machine = (os.environ if environment is None else environment).get(COMMAND_VARIABLE, "").partition("@")
+    if not pid.isdigit() or machine != socket.gethostname() or int(pid) == os.getpid():
+        return None
+    return int(pid)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this machine lives; one that nobody has buried yet does not."""
+    try:
+        os.kill(pid, 0)
+        stat = Path(f"/proc/{pid}/stat")
+        return not stat.exists() or stat.read_text().rpartition(") ")[2][:1] != "Z"
+    except PermissionError:
+        return True
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)

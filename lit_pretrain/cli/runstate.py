@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import pickletools
 import time
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,27 +13,9 @@ from typing import Any, Literal
 from lit_pretrain import units
 from lit_pretrain.cli import failures, launch, report
 from lit_pretrain.instantiate import checkpoints
+from lit_pretrain.instantiate.checkpoints import CheckpointFacts
 
-Kind = Literal["running", "finished", "failed", "interrupted", "unknown"]
-_NUMBERS = ("BININT", "BININT1", "BININT2", "LONG1", "INT")
-_MEMOS = ("BINPUT", "LONG_BINPUT", "MEMOIZE", "PUT")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointFacts:
-    """One checkpoint file.
-
-    Args:
-        path: The file.
-        size: Bytes.
-        step: Updates that its weights have seen; None when it cannot be told.
-        problem: Why it cannot be read; empty for one that looks whole.
-    """
-
-    path: Path
-    size: int
-    step: int | None = None
-    problem: str = ""
+Kind = Literal["running", "finished", "preempted", "failed", "interrupted", "unknown"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +42,7 @@ class RunState:
 def read_state(run_dir: Path) -> RunState:
     """Work out how a run went."""
     notes: list[str] = []
-    found = tuple(checkpoint_facts(path) for path in checkpoints.listed(run_dir / checkpoints.FOLDER))
+    found = tuple(checkpoints.listed(run_dir / checkpoints.FOLDER))
     result = _read_json(run_dir / launch.RESULT, notes)
     kind, sentence = _ending(run_dir, result, notes)
     steps, metrics = (result or {}).get("steps"), _numbers((result or {}).get("metrics"))
@@ -82,6 +62,8 @@ def _ending(run_dir: Path, result: Mapping[str, Any] | None, notes: list[str]) -
     reports = [r for p in sorted((run_dir / failures.FOLDER).glob("rank*.json")) if (r := _read_json(p, notes))]
     first = min(reports, key=lambda r: (bool(r.get("secondary")), r.get("time") or math.inf), default=None)
     when = _ago(run_dir / launch.RESULT)
+    if result is not None and result.get("ended") == "preempted":
+        return "preempted", f"preempted at update {result.get('steps')} {when}, saved; it can go on (see below)"
     if result is not None:
         took = result.get("seconds")
         lasted = f", after {units.duration(took)}" if isinstance(took, (int, float)) else ""
@@ -166,34 +148,6 @@ def living_ranks(run_dir: Path, proc: Path = Path("/proc")) -> int:
         if launch.WORKER in words:
             count += Path(words[words.index(launch.WORKER) + 1]).absolute() == run_dir.absolute()
     return count
-
-
-def checkpoint_facts(path: Path) -> CheckpointFacts:
-    """What a checkpoint's archive says without unpickling it: a torn file is found, a changed byte is not."""
-    try:
-        size = path.stat().st_size
-        with zipfile.ZipFile(path) as archive:
-            name = next((n for n in archive.namelist() if n.endswith("data.pkl")), None)
-            if name is None:
-                return CheckpointFacts(path=path, size=size, problem="no checkpoint of torch: it has no data.pkl")
-            return CheckpointFacts(path=path, size=size, step=_step_in(archive.read(name)))
-    except (OSError, zipfile.BadZipFile) as e:
-        reason = "torn, or no checkpoint" if isinstance(e, zipfile.BadZipFile) else str(e.strerror)
-        return CheckpointFacts(path=path, size=path.stat().st_size if path.exists() else 0, problem=reason)
-
-
-def _step_in(pickled: bytes) -> int | None:
-    """The first number after the key ``global_step``, by reading the pickle's codes: nothing in it runs."""
-    is_next = False
-    try:
-        for code, argument, _ in pickletools.genops(pickled):
-            if is_next and code.name in _NUMBERS and isinstance(argument, int):
-                return argument
-            if code.name not in _MEMOS:
-                is_next = argument == "global_step"
-    except ValueError:  # not a pickle
-        return None
-    return None
 
 
 def last_curves(run_dir: Path) -> tuple[int | None, dict[str, float]]:

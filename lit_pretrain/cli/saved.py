@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import yaml
 from lit_pretrain.cli import launch
 from lit_pretrain.cli.checks import is_light
 from lit_pretrain.corpus import EOS_TOKEN, TokenizerFile
+from lit_pretrain.distributed.checkpoint import catalog
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.instantiate import build, checkpoints
 from lit_pretrain.specs import PreparedCorpus
@@ -19,6 +21,9 @@ from lit_pretrain.specs import PreparedCorpus
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+MODEL = "model."
+"""How names of weights begin in a checkpoint folder."""
 
 
 def free_text(argv: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -89,41 +94,50 @@ def find_checkpoint(run_dir: Path, which: str) -> Path:
 
     Args:
         run_dir: The run folder.
-        which: ``newest``, ``best`` (by the metric that the run's ModelCheckpoint watches), a file name in the run's
-            checkpoints, or a path.
+        which: ``newest``, ``best`` (by the metric that the run watched), a name in the run's checkpoints, or a path.
 
     Raises:
         ConfigError: There is none.
     """
     folder = run_dir / checkpoints.FOLDER
-    found = checkpoints.listed(folder)
     if which == "newest":
-        if not found:
-            raise ConfigError(f"{folder} holds no checkpoint; the run saved none, or name a file with checkpoint=FILE.")
-        return found[-1]
+        return _newest(folder)
     if which == "best":
-        return _best(folder, found)
+        return _best(folder)
     for path in (Path(which).expanduser(), folder / which):
-        if path.is_file():
+        if path.is_file() or catalog.is_checkpoint(path):
             return path
-    names = ", ".join(p.name for p in found) or "none"
-    raise ConfigError(f"checkpoint={which} is neither newest, best nor a file; in {folder} there is: {names}.")
+    names = ", ".join(one.path.name for one in checkpoints.listed(folder)) or "none"
+    raise ConfigError(f"checkpoint={which} is neither newest, best nor a checkpoint; in {folder} there is: {names}.")
 
 
-def _best(folder: Path, found: Sequence[Path]) -> Path:
+def _newest(folder: Path) -> Path:
+    def say(sentence: str) -> None:
+        print(f"lit-pretrain: {sentence}", file=sys.stderr)
+
+    found = checkpoints.newest(folder, say=say)
+    if found is not None:
+        return found.path
+    if checkpoints.listed(folder):
+        raise ConfigError(f"no checkpoint in {folder} can be read; name another with checkpoint=FILE.")
+    raise ConfigError(f"{folder} holds no checkpoint; the run saved none, or name one with checkpoint=FILE.")
+
+
+def _best(folder: Path) -> Path:
     """The best checkpoint by the watched metric, as the newest one that can be read remembers it."""
-    if not found:
-        raise ConfigError(f"{folder} holds no checkpoint; the run saved none, or name a file with checkpoint=FILE.")
-    callbacks = read_checkpoint(found[-1]).get("callbacks") or {}
-    states = [state for key, state in callbacks.items() if str(key).startswith("ModelCheckpoint")]
-    watched = [state for state in states if state.get("monitor") and state.get("best_model_path")]
+    callbacks = read_checkpoint(_newest(folder)).get("callbacks") or {}
+    states = [state for key, state in callbacks.items() if "Checkpoint" in str(key) and isinstance(state, Mapping)]
+    watched = [
+        state for state in states if state.get("monitor") and (state.get("best_model_path") or state.get("best"))
+    ]
     if not watched:
         raise ConfigError(
             "checkpoint=best needs a metric that the run watched, and it watched none; train with "
             "callbacks.checkpoint.monitor=val/loss, or use checkpoint=newest."
         )
-    path = folder / Path(watched[0]["best_model_path"]).name  # the run folder may have moved
-    if not path.is_file():
+    # The name only: the run folder may have moved.
+    path = folder / Path(watched[0].get("best_model_path") or watched[0]["best"]).name
+    if not path.exists():
         raise ConfigError(f"checkpoint=best was {path}, which is gone; use checkpoint=newest or name a file.")
     return path
 
@@ -186,20 +200,28 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """The content of a checkpoint, read as tensors and plain data only.
 
     Raises:
-        ConfigError: The file is damaged, or no checkpoint.
+        ConfigError: It is damaged, or no checkpoint.
     """
-    import pickle
+    from lit_pretrain.plugins import FolderCheckpointIO
 
-    import torch
+    return FolderCheckpointIO(background=False).load_checkpoint(path, weights_only=True)
 
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, KeyError, TypeError, ValueError, pickle.UnpicklingError) as e:
-        reason = next((line for line in str(e).splitlines() if line.strip()), type(e).__name__).strip().rstrip(".")
-        raise ConfigError(f"{path} cannot be read as a checkpoint ({reason}); choose another.") from e
-    if not isinstance(saved, dict):
-        raise ConfigError(f"{path} cannot be read as a checkpoint (it holds a {type(saved).__name__}); choose another.")
-    return saved
+
+def read_weights(path: Path) -> Mapping[str, Any]:
+    """The weights of a checkpoint by name, of a folder without reading the rest.
+
+    Raises:
+        ConfigError: As :func:`read_checkpoint`; there are none.
+    """
+    if path.is_dir():
+        from lit_pretrain.distributed.checkpoint import read_checkpoint as read
+
+        _, tensors = read(path, keys=lambda name: name.startswith(MODEL))
+        return {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}
+    weights = read_checkpoint(path).get("state_dict")
+    if not isinstance(weights, Mapping):
+        raise ConfigError(f"{path} cannot be read as a checkpoint (it holds no state_dict); choose another.")
+    return weights
 
 
 def load(resolved: Mapping[str, Any], checkpoint: Path, *, device: str) -> nn.Module:
@@ -207,7 +229,7 @@ def load(resolved: Mapping[str, Any], checkpoint: Path, *, device: str) -> nn.Mo
 
     Args:
         resolved: The run's configuration.
-        checkpoint: A file that Lightning wrote; read as tensors and plain data only.
+        checkpoint: A folder, or a file that Lightning wrote; read as tensors and plain data only.
         device: ``auto``, or a device as torch names it.
 
     Raises:
@@ -222,9 +244,7 @@ def load(resolved: Mapping[str, Any], checkpoint: Path, *, device: str) -> nn.Mo
         raise ConfigError(
             f"module._target_={resolved['module'].get('_target_')} holds no GPT; only training can use it."
         )
-    weights = read_checkpoint(checkpoint).get("state_dict")
-    if not isinstance(weights, Mapping):
-        raise ConfigError(f"{checkpoint} cannot be read as a checkpoint (it holds no state_dict); choose another.")
+    weights = read_weights(checkpoint)
     try:
         module.load_state_dict(weights)
     except RuntimeError as e:

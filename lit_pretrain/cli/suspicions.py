@@ -15,6 +15,7 @@ REPEATS = 4.0
 """Passes over the data up to which repeated text is worth about as much as new (Muennighoff et al. 2023, figure 1)."""
 FAR = 10.0
 """How many times the usual learning rate is suspicious: published recipes lie within a factor of 5."""
+_SAVERS = ("RunCheckpoint", "ModelCheckpoint")
 SPARE = 2**30
 """Bytes: a microbatch that needs less than half of it could be twice as large on any GPU."""
 
@@ -141,17 +142,18 @@ def _validation(o: Outlook) -> Iterator[str]:
 def _saving(o: Outlook) -> Iterator[str]:
     callbacks = get(o.config, "callbacks") or {}
     nodes = callbacks if isinstance(callbacks, Mapping) else {}
-    savers = {name: n for name, n in nodes.items() if "Checkpoint" in str(get(n, "_target_", ""))}
+    savers = {n: node for n, node in nodes.items() if str(get(node, "_target_", "")).endswith(_SAVERS)}
     if get(o.config, "trainer.fast_dev_run"):
         yield "trainer.fast_dev_run saves and logs nothing; drop debug=fast for a run to keep."
         return
     if not savers:
         yield "callbacks: no checkpoint is written, so the trained model is lost at the end; use callbacks=default."
     for name, node in savers.items():
-        every = whole(get(node, "every_n_train_steps"))
+        key = next((key for key in ("every_n_steps", "every_n_train_steps") if get(node, key) is not None), "")
+        every = whole(get(node, key)) if key else None
         if o.updates and every is not None and every > o.updates:
             yield (
-                f"callbacks.{name}.every_n_train_steps={every} is beyond the {o.updates:,} updates of the run, so one "
+                f"callbacks.{name}.{key}={every} is beyond the {o.updates:,} updates of the run, so one "
                 f"that dies leaves nothing; use {max(1, o.updates // 4)}."
             )
 

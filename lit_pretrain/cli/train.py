@@ -16,15 +16,16 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lit_pretrain.cli import checks, launch, merging, ranks, report, resolvers
-from lit_pretrain.cli.app import COMMAND_VARIABLE
-from lit_pretrain.cli.claim import InUseError, claimed
+from lit_pretrain.cli import agree, checks, launch, merging, ranks, report, resolvers, resume
+from lit_pretrain.cli.claim import InUseError, claimed, earlier_curves
 from lit_pretrain.cli.resolvers import resolve
 from lit_pretrain.errors import ConfigError
 
 resolvers.register()  # at import: joblib's and submitit's workers import this module before they compose
 
 HYDRA = ".hydra"
+FRESH = "${fresh_id:}"
+"""What conf/train.yaml says of a run that nobody named."""
 
 
 def save(config: dict[str, Any], path: Path) -> None:
@@ -80,20 +81,48 @@ def _metric(name: str | None, metrics: Mapping[str, float | None], *, needed: bo
 
 
 def _run(config: DictConfig, run_dir: Path, *, multirun: bool) -> dict[str, Any]:
-    for sentence in merging.stays(config, words_of(HydraConfig.get())):
-        print(f"lit-pretrain: {sentence}", file=sys.stderr)
-    plain = resolve(config)
-    checks.check(plain, multirun=multirun)
     outer = ranks.external()
+    named = OmegaConf.to_container(config, resolve=False)["run_id"] != FRESH  # type: ignore[call-overload, index]
+    speaks = outer is None or outer.rank == 0
     with ExitStack() as stack:
-        if outer is None or outer.rank == 0:
+        plain: dict[str, Any] = {}
+
+        def composed() -> Mapping[str, Any]:
+            sentences = merging.stays(config, words_of(HydraConfig.get()))
+            for sentence in sentences if speaks else ():
+                _say(sentence)
+            plain.update(resolve(config))
+            return plain
+
+        def decide() -> dict[str, Any]:
+            checks.check(plain, multirun=multirun)
             checks.writable(run_dir)
             stack.enter_context(claimed(run_dir))
+            decision = resume.decide(plain, run_dir, named=named, say=_say)
+            if decision.kind == "new" and (curves := earlier_curves(run_dir)):
+                _say(curves)
+            place = None if decision.checkpoint is None else str(decision.checkpoint.absolute())
+            return {"finished": decision.kind == "finished", "checkpoint": place}
+
+        if outer is None:
+            composed()
+            decided = decide()
+        else:
+            store = agree.join(outer)
+            stack.callback(id, store)  # rank 0 may be its server: it lives as long as the run
+            decided = agree.agreed(store, outer, composed, decide)
+        if decided["finished"]:
+            return resume.read_result(run_dir)
+        plain["run"] |= {"checkpoint": decided["checkpoint"]}
+        if speaks:
             save_for_hydra(config, run_dir)
             save(plain, run_dir / launch.RESOLVED)
         if outer is None and not plain["run"]["inline"]:
-            in_worker = os.environ.get(COMMAND_VARIABLE) not in (None, str(os.getpid()))
-            return launch.run(run_dir, plain["run"]["num_processes"], orphan_of=os.getppid() if in_worker else None)
+            return launch.run(run_dir, plain["run"]["num_processes"], orphan_of=ranks.command_to_watch())
         from lit_pretrain.instantiate.job import train
 
         return train(plain)
+
+
+def _say(sentence: str) -> None:
+    print(f"lit-pretrain: {sentence}", file=sys.stderr, flush=True)

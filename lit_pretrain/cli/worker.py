@@ -16,6 +16,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from lit_pretrain.errors import Preempted
+
 ORPHAN_GRACE_S = 30.0
 """From the launcher's death to the rank's own hard end: time to finish the step and save."""
 
@@ -76,6 +78,8 @@ def main(run_dir: Path) -> int:
 
         train(yaml.safe_load((run_dir / "resolved.yaml").read_text(encoding="utf-8")))
         del store
+    except Preempted:
+        return Preempted.EXIT_CODE
     except BaseException as e:
         from lit_pretrain.cli import failures
 

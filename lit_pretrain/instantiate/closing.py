@@ -15,7 +15,7 @@ class Closing(Callback):
     """At the last update: validate, whatever the interval; then save, unless a checkpoint was due there anyway.
 
     The validation runs inside ``fit``, so ``val/loss`` in checkpoints, hyper-parameters and results is that of the
-    final weights. Without a ModelCheckpoint among the callbacks nothing is saved.
+    final weights. Saves for a ModelCheckpoint only: RunCheckpoint does so itself.
     """
 
     order = 79  # just before checkpoint callbacks
@@ -40,6 +40,8 @@ class Closing(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the final weights. Every rank calls it."""
         folder = checkpoint_folder(trainer)
+        if not isinstance(trainer.checkpoint_callback, ModelCheckpoint):
+            return  # it saves the end itself, or was told not to
         if folder is not None and self._saved_at != trainer.global_step:
             trainer.save_checkpoint(folder / checkpoints.LAST, weights_only=False)
 
@@ -47,6 +49,7 @@ class Closing(Callback):
 def checkpoint_folder(trainer: Trainer) -> Path | None:
     """Where the run saves; None when it does not."""
     saver = trainer.checkpoint_callback
-    if trainer.fast_dev_run or not isinstance(saver, ModelCheckpoint) or saver.dirpath is None:  # type: ignore[attr-defined]
+    dirpath = getattr(saver, "dirpath", None)  # ModelCheckpoint and RunCheckpoint
+    if trainer.fast_dev_run or dirpath is None:  # type: ignore[attr-defined]
         return None
-    return Path(saver.dirpath)
+    return Path(dirpath)

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Trainer, seed_everything
 
 from lit_pretrain import units
+from lit_pretrain.errors import Preempted
 from lit_pretrain.instantiate import checkpoints
 from lit_pretrain.instantiate.closing import checkpoint_folder
+from lit_pretrain.instantiate.resuming import explained
 from lit_pretrain.instantiate.run import Run, build_run
 
 RESOLVED = "resolved.yaml"
@@ -34,37 +36,70 @@ def train(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: Before the first step.
         KeyboardInterrupt: The run was interrupted; Lightning has shut down in order.
+        Preempted: A signal asked it to end; it has saved.
     """
     start = time.monotonic()
     seed_everything(config["seed"], workers=True, verbose=False)
     run_dir = Path(config["run"]["dir"])
     _keep_configuration(config, run_dir / RESOLVED)
     run = build_run(config)
-    fit(run)
     trainer = run.trainer
-    folder = checkpoint_folder(trainer)
-    saved = checkpoints.listed(folder) if folder is not None else []
-    result = {
+    checkpoint = config["run"].get("checkpoint")
+    preempted: Preempted | None = None
+    try:
+        fit(run, checkpoint=checkpoint)
+    except Preempted as e:
+        preempted = e
+    result: dict[str, Any] = {
+        "ended": "finished" if preempted is None else "preempted",
         "metrics": {k: float(v) for k, v in sorted(trainer.callback_metrics.items())},
         "steps": trainer.global_step,
         "tokens": trainer.global_step * config["batch"]["tokens_per_update"],
         "seconds": round(time.monotonic() - start, 3),
-        "checkpoint": str(saved[-1]) if saved else None,
+        "checkpoint": _last_checkpoint(trainer),
     }
+    if preempted is not None:
+        result |= {"signal": preempted.signal, "checkpoint": preempted.checkpoint, "requeued": preempted.requeued}
+        if trainer.is_global_zero:
+            _write(result, run_dir / RESULT)
+        raise preempted
     if trainer.is_global_zero:
         _write(result, run_dir / RESULT)
         print(summary(config, result), flush=True)
     return result
 
 
-def fit(run: Run) -> None:
-    """``trainer.fit``, with an interruption raised as one: Lightning turns Ctrl-C into ``sys.exit(1)``."""
+def fit(run: Run, *, checkpoint: str | None = None) -> None:
+    """``trainer.fit``, with an interruption raised as one: Lightning turns Ctrl-C into ``sys.exit(1)``.
+
+    Args:
+        run: What to train.
+        checkpoint: Where to go on; read as tensors and plain data only.
+    """
     try:
-        run.trainer.fit(run.module, datamodule=run.datamodule)
+        run.trainer.fit(
+            run.module,
+            datamodule=run.datamodule,
+            ckpt_path=checkpoint,
+            weights_only=None if checkpoint is None else True,
+        )
+    except RuntimeError as e:
+        clear = explained(e, str(checkpoint))
+        if clear is e:
+            raise
+        raise clear from e
+    except Preempted:
+        raise
     except SystemExit:
         if run.trainer.interrupted:
             raise KeyboardInterrupt from None
         raise
+
+
+def _last_checkpoint(trainer: Trainer) -> str | None:
+    folder = checkpoint_folder(trainer)
+    saved = [one.path for one in checkpoints.listed(folder) if not one.problem] if folder is not None else []
+    return str(saved[-1]) if saved else None
 
 
 def summary(config: Mapping[str, Any], result: Mapping[str, Any]) -> str:

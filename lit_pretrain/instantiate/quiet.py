@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import warnings
 
-ADVICE = ("litlogger", "litmodels", "litdata")
-"""Tips to install other products of Lightning's makers, one per Trainer."""
+ADVICE = ("litlogger", "litmodels", "litdata", "`weights_only` was not set")
+"""Tips to install other products of Lightning's makers, one per Trainer; a default of its own saving."""
 
 
 def quiet() -> None:

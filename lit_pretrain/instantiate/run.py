@@ -15,6 +15,7 @@ from lit_pretrain.errors import ConfigError
 from lit_pretrain.instantiate.build import build, validate
 from lit_pretrain.instantiate.closing import Closing
 from lit_pretrain.instantiate.opening import TokenizerCopy
+from lit_pretrain.instantiate.resuming import RunIdentity, accept_other_data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,7 @@ def build_run(config: Mapping[str, Any]) -> Run:
     if isinstance(config["model"], Mapping) and not config["model"].get("_partial_"):
         build(config["model"], "model")
     datamodule = build(config["data"], "data")
+    accept_other_data(datamodule, config.get("resume_accept") or ())
     module = build(config["module"], "module")
     return Run(trainer=build_trainer(config), module=module, datamodule=datamodule)
 
@@ -67,10 +69,14 @@ def build_trainer(config: Mapping[str, Any]) -> Trainer:
     # Without a Checkpoint callback Lightning adds one of its own, with `=` in its file names.
     saves = any(isinstance(c, Checkpoint) for c in callbacks)
     node.setdefault("enable_checkpointing", saves)
+    own = (
+        TokenizerCopy(Path(config["run"]["dir"])),
+        RunIdentity(config, accepted=config.get("resume_accept") or ()),
+    )
     trainer: Trainer = build(
         node,
         "trainer",
-        callbacks=[TokenizerCopy(Path(config["run"]["dir"])), *callbacks, Closing()],
+        callbacks=[*own, *callbacks, Closing()],
         logger=build(logger, "logger") if logger else False,
     )
     return trainer

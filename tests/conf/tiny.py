@@ -67,3 +67,23 @@ def composed(run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """The resolved configuration of ``lit-pretrain train OVERRIDES``, without the command line."""
     with initialize_config_module("lit_pretrain.conf", version_base="1.3"):
         return resolve(compose("train", [*overrides, f"run.dir='{run_dir}'", "run_id=test"]))
+
+
+def with_lightnings_files(config: dict[str, Any]) -> dict[str, Any]:
+    """The same run, saving as Lightning alone does: single files, by ModelCheckpoint."""
+    config["trainer"]["plugins"] = []
+    config["callbacks"] = {
+        name: node
+        for name, node in config["callbacks"].items()
+        if name not in ("checkpoint", "resume", "curves", "preemption")
+    }
+    config["callbacks"]["checkpoint"] = {
+        "_target_": "lightning.pytorch.callbacks.ModelCheckpoint",
+        "dirpath": f"{config['run']['dir']}/checkpoints",
+        "filename": "step-{step:08d}",
+        "auto_insert_metric_name": False,
+        "every_n_train_steps": config["validation"]["every_steps"],
+        "save_top_k": 1,
+        "enable_version_counter": False,
+    }
+    return config

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -212,7 +213,7 @@ WRONG_RUNS = {
     (
         "run=inside",
         "checkpoint=x.ckpt",
-    ): "checkpoint=x.ckpt is neither newest, best nor a file; in inside/checkpoints there is: none.",
+    ): "checkpoint=x.ckpt is neither newest, best nor a checkpoint; in inside/checkpoints there is: none.",
     ("run=saved",): "there is no tokenizer at saved/tokenizer.json; name a tokenizer.json with tokenizer=FILE.",
     ("run=saved", "tokenizer=saved/resolved.yaml"): "saved/resolved.yaml is not a tokenizer.json",
     ("run=damaged",): "damaged/resolved.yaml is damaged",
@@ -244,7 +245,8 @@ def test_a_verb_without_a_whole_run(
     for name, text in {"inside": "module: {}", "saved": "module: {}", "damaged": "a: [", "other": "a: 1"}.items():
         (workplace / name / "checkpoints").mkdir(parents=True)
         (workplace / name / "resolved.yaml").write_text(text)
-    (workplace / "saved" / "checkpoints" / "last.ckpt").touch()
+    with zipfile.ZipFile(workplace / "saved" / "checkpoints" / "last.ckpt", "w") as archive:
+        archive.writestr("last/data.pkl", b"")
     code, out, err = run(capfd, verb, *words)
     assert (code, out) == (1, "")
     assert sentence in err

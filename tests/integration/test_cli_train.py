@@ -14,10 +14,11 @@ import yaml
 
 from lit_pretrain.cli import main
 from lit_pretrain.cli.generate import prepare_arguments, show
-from lit_pretrain.cli.saved import find_checkpoint
+from lit_pretrain.cli.saved import find_checkpoint, read_checkpoint
 from lit_pretrain.cli.train import _metric, save
+from lit_pretrain.distributed.checkpoint import verify
 from lit_pretrain.errors import ConfigError
-from lit_pretrain.instantiate import build
+from lit_pretrain.instantiate import build, checkpoints
 from lit_pretrain.instantiate.job import summary, train
 from lit_pretrain.instantiate.run import build_run
 from tests.conf import tiny
@@ -40,6 +41,18 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory, shards: list[str]) -> Path
     return folder
 
 
+@pytest.fixture(scope="module")
+def stock_dir(tmp_path_factory: pytest.TempPathFactory, shards: list[str]) -> Path:
+    """A run of the same length that saved as Lightning alone does."""
+    folder = tmp_path_factory.mktemp("runs") / "stock"
+    folder.mkdir()
+    overrides = [*shards, *tiny.SHRINK, "length.steps=5", "validation.every_steps=2"]
+    config = tiny.with_lightnings_files(tiny.composed(folder, overrides))
+    save(config, folder / "resolved.yaml")
+    train(config)
+    return folder
+
+
 def read(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     config = yaml.safe_load((run_dir / "resolved.yaml").read_text())
     return config, json.loads((run_dir / "result.json").read_text())
@@ -49,9 +62,9 @@ def test_the_folder_holds_what_a_run_is(run_dir: Path) -> None:
     files = sorted(str(p.relative_to(run_dir)) for p in run_dir.rglob("*") if p.is_file())
     events = [f for f in files if "tfevents" in f]
     assert len(events) == 1
-    assert [f for f in files if f not in events] == [
-        "checkpoints/last.ckpt",
-        "checkpoints/step-00000004.ckpt",
+    saved = [f for f in files if f.startswith("checkpoints/")]
+    assert {f.split("/")[1] for f in saved} == {"step-00000004", "step-00000005"}
+    assert [f for f in files if f not in [*events, *saved]] == [
         "resolved.yaml",
         "result.json",
         "tensorboard/hparams.yaml",
@@ -65,17 +78,17 @@ def test_the_result_counts_updates_and_tokens(run_dir: Path) -> None:
     _, result = read(run_dir)
     # 5 updates x 4 sequences x 16 tokens
     assert (result["steps"], result["tokens"]) == (5, 320)
-    assert result["checkpoint"] == str(run_dir / "checkpoints" / "last.ckpt")
+    assert result["checkpoint"] == str(run_dir / "checkpoints" / "step-00000005")
     assert {"val/loss", "val/perplexity", "val/bits_per_byte", "train/loss"} <= set(result["metrics"])
 
 
 def test_the_final_validation_is_of_the_final_weights(run_dir: Path) -> None:
     """Step 5 is no multiple of 2: without a last validation the result would be that of step 4."""
     config, result = read(run_dir)
-    for name, same in (("last.ckpt", True), ("step-00000004.ckpt", False)):
+    for name, same in (("step-00000005", True), ("step-00000004", False)):
         module = build(config["module"], "module")
         datamodule = build(config["data"], "data")
-        module.load_state_dict(torch.load(run_dir / "checkpoints" / name, weights_only=True)["state_dict"])
+        module.load_state_dict(read_checkpoint(run_dir / "checkpoints" / name)["state_dict"])
         trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, barebones=False)
         (metrics,) = trainer.validate(module, datamodule=datamodule, verbose=False)
         assert (abs(metrics["val/loss"] - result["metrics"]["val/loss"]) < 1e-6) is same
@@ -156,17 +169,44 @@ def test_generate_continues_a_prompt(run_dir: Path, capfd: pytest.CaptureFixture
 
 
 def test_generate_uses_the_checkpoint_it_is_told(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert find_checkpoint(run_dir, "newest").name == "last.ckpt"
-    assert find_checkpoint(run_dir, "step-00000004.ckpt").name == "step-00000004.ckpt"
+    assert find_checkpoint(run_dir, "newest").name == "step-00000005"
+    assert find_checkpoint(run_dir, "step-00000004").name == "step-00000004"
     words = [f"run={run_dir}", "max_new_tokens=3", "seed=3", "prompt=a"]
-    assert text(capfd, *words, "checkpoint=step-00000004.ckpt").startswith("a")
+    assert text(capfd, *words, "checkpoint=step-00000004").startswith("a")
+
+
+def test_generate_reads_lightnings_files_too(stock_dir: Path, run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Both runs made the same updates, so the text is the same."""
+    assert find_checkpoint(stock_dir, "newest").name == "last.ckpt"
+    words = ["max_new_tokens=8", "seed=3", "prompt=a"]
+    assert text(capfd, f"run={stock_dir}", *words) == text(capfd, f"run={run_dir}", *words)
+    four = [
+        text(capfd, f"run={d}", *words, f"checkpoint={name}")
+        for d, name in ((stock_dir, "step-00000004.ckpt"), (run_dir, "step-00000004"))
+    ]
+    assert four[0] == four[1]
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_aloud(
+    run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(run_dir, tmp_path / "hurt"))
+    for part in (folder / "checkpoints" / "step-00000005" / "tensors").glob("*.distcp"):
+        content = bytearray(part.read_bytes())
+        content[len(content) // 2] ^= 1
+        part.write_bytes(content)
+    words = ["max_new_tokens=8", "seed=3", "prompt=a"]
+    assert main(["generate", f"run={folder}", *words, "device=cpu"]) == 0
+    out, err = capfd.readouterr()
+    assert out == text(capfd, f"run={run_dir}", *words, "checkpoint=step-00000004")
+    assert "step-00000005 was passed over" in err
 
 
 @pytest.mark.parametrize("damage", [b"", b"not a checkpoint", "half", "other model"])
 def test_a_damaged_checkpoint_is_one_sentence(
-    run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], damage: bytes | str
+    stock_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], damage: bytes | str
 ) -> None:
-    path = tmp_path / "bad.ckpt"
+    path, run_dir = tmp_path / "bad.ckpt", stock_dir
     whole = (run_dir / "checkpoints" / "last.ckpt").read_bytes()
     if damage == "other model":
         torch.save({"state_dict": {"model.wte.weight": torch.zeros(2, 2)}}, path)
@@ -342,19 +382,32 @@ def test_top_p_narrows_the_choice(run_dir: Path, capfd: pytest.CaptureFixture[st
 
 
 def test_the_best_checkpoint_is_by_the_watched_metric(
-    run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    run_dir: Path, stock_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code = main(["generate", f"run={run_dir}", "device=cpu", "checkpoint=best"])
     assert (code, capfd.readouterr().err.count("\n")) == (1, 1)
     folder = tmp_path / "moved" / "checkpoints"
-    folder.mkdir(parents=True)
+    shutil.copytree(stock_dir / "checkpoints", folder)
+    content = torch.load(folder / "last.ckpt", weights_only=True)
     state = {"monitor": "val/loss", "best_model_path": "/elsewhere/checkpoints/good.ckpt"}
-    torch.save({"callbacks": {"ModelCheckpoint{'monitor': 'val/loss'}": state}}, folder / "newest.ckpt")
+    torch.save({**content, "callbacks": {"ModelCheckpoint{'monitor': 'val/loss'}": state}}, folder / "last.ckpt")
     with pytest.raises(ValueError, match=r"checkpoint=best was .*good.ckpt, which is gone"):
         find_checkpoint(folder.parent, "best")
     (folder / "good.ckpt").touch()
-    torch.save({"callbacks": {"ModelCheckpoint{'monitor': 'val/loss'}": state}}, folder / "newest.ckpt")
     assert find_checkpoint(folder.parent, "best") == folder / "good.ckpt"
+
+
+def test_the_best_of_our_own_checkpoints(tmp_path: Path, shards: list[str]) -> None:
+    """Such a large rate that every update after the second makes it worse."""
+    overrides = [*shards, *tiny.SHRINK, "length.steps=6", "validation.every_steps=2", "logger=none"]
+    config = tiny.composed(tmp_path, [*overrides, "callbacks.checkpoint.monitor=val/loss", "schedule=constant"])
+    config["optimizer"]["lr"] = 0.3
+    train(config)
+    found = {one.path.name: one.step for one in checkpoints.listed(tmp_path / "checkpoints")}
+    best = find_checkpoint(tmp_path, "best")
+    assert best.name in found
+    losses = {name: verify(tmp_path / "checkpoints" / name).monitors["val/loss"] for name in found}
+    assert min(losses, key=lambda name: losses[name]) == best.name
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,8 @@ def test_the_table(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     found = evaluated(capfd, f"run={run_dir}")
     assert main(["evaluate", f"run={run_dir}", "device=cpu"]) == 0
     lines = capfd.readouterr().out.splitlines()
-    assert lines[0] == f"{run_dir}/checkpoints/last.ckpt on the run's held-out text, precision 32-true"
+    checkpoint = saved.find_checkpoint(run_dir, "newest")
+    assert lines[0] == f"{checkpoint} on the run's held-out text, precision 32-true"
     assert lines[2].split() == ["source", "tokens", "loss", "(nats/token)", "perplexity", "bits/byte"]
     assert [line.split()[0] for line in lines[3:]] == ["a", "b", "all"]
     total = found["all"]
@@ -201,7 +202,7 @@ def test_the_table(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_broken_model_is_still_strict_json(
     run_dir: Path, tmp_path: Path, text_file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoint = torch.load(run_dir / "checkpoints" / "last.ckpt", weights_only=True)
+    checkpoint = saved.read_checkpoint(saved.find_checkpoint(run_dir, "newest"))
     checkpoint["state_dict"]["model.norm.weight"].fill_(float("nan"))
     torch.save(checkpoint, tmp_path / "nan.ckpt")
     found = evaluated(capfd, f"run={run_dir}", f"checkpoint={tmp_path / 'nan.ckpt'}", f"text={text_file}")
@@ -226,7 +227,7 @@ def test_a_broken_model_is_still_strict_json(
         (["as_precision=half"], "as_precision=half is unknown; use one of 64, 64-true"),
         (["format=xml"], "format=xml is unknown; use table or json."),
         (["checkpoint=best"], "checkpoint=best needs a metric that the run watched"),
-        (["checkpoint=x.ckpt"], "checkpoint=x.ckpt is neither newest, best nor a file"),
+        (["checkpoint=x.ckpt"], "checkpoint=x.ckpt is neither newest, best nor a checkpoint"),
         (["device=abacus"], "device=abacus cannot be used here"),
         (["txt=x"], "txt is not a setting of evaluate; did you mean 'text'?"),
     ],

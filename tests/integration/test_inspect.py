@@ -14,23 +14,25 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from lit_pretrain.cli import failures, main, report
-from lit_pretrain.cli.runstate import checkpoint_facts, living_ranks, read_state
+from lit_pretrain.cli.runstate import living_ranks, read_state
 from lit_pretrain.cli.train import save
 from lit_pretrain.errors import ConfigError, RankError
+from lit_pretrain.instantiate.checkpoints import look
 from lit_pretrain.instantiate.job import train
 from tests.conf import tiny
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """5 updates of 4 x 16 tokens, checkpoints after 4 and 5."""
+    """5 updates of 4 x 16 tokens, checkpoints after 4 and 5: Lightning's files."""
     shards = tiny.write_corpus(tmp_path_factory.mktemp("corpus"))
     folder = tmp_path_factory.mktemp("runs") / "one"
     folder.mkdir()
     overrides = [*shards, *tiny.SHRINK, "length.steps=5", "validation.every_steps=2", "trainer.log_every_n_steps=1"]
-    config = tiny.composed(folder, overrides)
+    config = tiny.with_lightnings_files(tiny.composed(folder, overrides))
     save(config, folder / "resolved.yaml")
     train(config)
     (folder / ".hydra").mkdir()
@@ -115,7 +117,8 @@ def test_a_rank_that_failed(unfinished: Path, capfd: pytest.CaptureFixture[str])
     # The failed run's last curves and checkpoint stand in for a result.
     assert row(out, "reached") == "5 of 5 updates, 320 tokens"
     assert "  step-00000004.ckpt" in out
-    assert row(out, "again").startswith("lit-pretrain train experiment=demo")
+    assert row(out, "go on").startswith("lit-pretrain train experiment=demo")
+    assert row(out, "go on").endswith(f" run_id={unfinished.name} resume=auto")
 
 
 def test_a_command_that_failed(unfinished: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +185,7 @@ def test_torn_and_foreign_checkpoints(run_dir: Path, capfd: pytest.CaptureFixtur
     assert lines["empty.ckpt"].endswith("torn, or no checkpoint")
     assert lines["zip.ckpt"].endswith("no checkpoint of torch: it has no data.pkl")
     assert lines["step-00000004.ckpt"].endswith("looks whole")
-    assert row(out, "text").startswith(f"lit-pretrain generate run={run_dir} checkpoint=step-00000004.ckpt ")
+    assert row(out, "text").startswith(f"lit-pretrain generate run={run_dir} prompt=")
 
 
 def test_verify_reads_everything(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -208,17 +211,66 @@ def test_verify_reads_everything(run_dir: Path, capfd: pytest.CaptureFixture[str
     assert not (run_dir / "ran").exists()
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run with checkpoint folders."""
+    shards = tiny.write_corpus(tmp_path_factory.mktemp("corpus"))
+    folder = tmp_path_factory.mktemp("runs") / "ours"
+    folder.mkdir()
+    config = tiny.composed(folder, [*shards, *tiny.SHRINK, "length.steps=5", "validation.every_steps=2"])
+    save(config, folder / "resolved.yaml")
+    train(config)
+    return folder
+
+
+def test_checkpoint_folders(folders: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_dir = Path(shutil.copytree(folders, tmp_path / "run"))
+    saved = run_dir / "checkpoints"
+    (saved / ".step-9.1-a.tmp").mkdir()  # of a save that was killed
+    out = inspected(capfd, str(run_dir))
+    table = out[out.index("checkpoints ") :].split("\n\n")[0].splitlines()
+    assert [[*line.split()[:2], *line.split()[4:]] for line in table[1:]] == [
+        ["step-00000004", "4", "interval", "looks", "whole"],
+        ["step-00000005", "5", "end", "looks", "whole"],
+    ]
+    assert inspected(capfd, str(run_dir), "verify=true").count(" whole\n") == 2
+    (part,) = (saved / "step-00000005" / "tensors").glob("*.distcp")
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= 1
+    part.write_bytes(content)
+    assert inspected(capfd, str(run_dir)).count("looks whole") == 2  # sizes only
+    out = inspected(capfd, str(run_dir), "verify=true")
+    assert out.count(" whole\n") == 1
+    assert "is damaged (checksum)" in out
+    (saved / "step-00000004" / "COMPLETE").unlink()
+    assert "step-00000004 has no COMPLETE file" in inspected(capfd, str(run_dir))
+
+
+def test_a_preempted_run(folders: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_dir = Path(shutil.copytree(folders, tmp_path / "outputs" / "one"))
+    result = json.loads((run_dir / "result.json").read_text())
+    (run_dir / "result.json").write_text(json.dumps({**result, "ended": "preempted", "steps": 4}))
+    config = yaml.safe_load((run_dir / "resolved.yaml").read_text())
+    save({**config, "output_root": str(tmp_path / "outputs")}, run_dir / "resolved.yaml")
+    (run_dir / ".hydra").mkdir()
+    (run_dir / ".hydra" / "overrides.yaml").write_text("- experiment=demo\n- run_id=one\n- resume=auto\n")
+    out = inspected(capfd, str(run_dir))
+    assert row(out, "state").startswith("preempted at update 4 ")
+    assert row(out, "go on") == "lit-pretrain train experiment=demo run_id=one resume=auto"
+    assert json.loads(inspected(capfd, str(run_dir), "format=json"))["state"] == "preempted"
+
+
 def test_the_step_is_read_without_unpickling(tmp_path: Path) -> None:
     for step in (3, 300, 70_000, 2**40):
         path = tmp_path / f"{step}.ckpt"
         torch.save({"epoch": 9, "global_step": step, "state_dict": {}}, path)
-        assert checkpoint_facts(path).step == step
+        assert look(path).step == step
     with zipfile.ZipFile(tmp_path / "odd.ckpt", "w") as archive:
         archive.writestr("odd/data.pkl", b"no pickle")
-    assert checkpoint_facts(tmp_path / "odd.ckpt").step is None
+    assert look(tmp_path / "odd.ckpt").step is None
     with zipfile.ZipFile(tmp_path / "none.ckpt", "w") as archive:
         archive.writestr("none/data.pkl", pickle.dumps({"a": "global_step"}))
-    assert checkpoint_facts(tmp_path / "none.ckpt").step is None
+    assert look(tmp_path / "none.ckpt").step is None
 
 
 DAMAGES = {

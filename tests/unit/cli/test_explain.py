@@ -123,7 +123,7 @@ SUSPICIOUS = {
     "data.corpus.validation=null": "data.corpus holds no text out",
     "+trainer.limit_val_batches=0": "trainer.limit_val_batches=0 turns validation off",
     "~callbacks.checkpoint": "callbacks: no checkpoint is written",
-    "callbacks.checkpoint.every_n_train_steps=200": "callbacks.checkpoint.every_n_train_steps=200 is beyond",
+    "callbacks.checkpoint.every_n_steps=200": "callbacks.checkpoint.every_n_steps=200 is beyond",
     "callbacks=none": "callbacks: gradients are not clipped",
     "length.steps=1": "length: 64 tokens are 0.0074 per parameter",
     "length.steps=9000": "and beyond 4 times the same text teaches little",

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lit_pretrain.cli import failures, launch, ranks
-from lit_pretrain.errors import ConfigError, RankError
+from lit_pretrain.errors import ConfigError, Preempted, RankError
 
 VARIABLES = ("LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "PL_GLOBAL_SEED")
 WORKER = """
@@ -271,3 +271,66 @@ def test_a_full_disk_is_said_where_not_even_a_report_fits(tmp_path: Path, monkey
     error = failures.first(tmp_path, {0: 1}, {})
     assert isinstance(error, ConfigError)
     assert "no space left on the disk" in str(error)
+
+
+def preempt(run_dir: Path, *, first: str) -> None:
+    """Ranks that save on SIGTERM and say so; ``first`` runs in rank 0 before it waits for the signal."""
+    body = f"""
+def stop(*_):
+    if rank == 0:
+        time.sleep(1.5)  # files to close, longer than SETTLE_S
+        result = {{'ended': 'preempted', 'signal': 'SIGTERM', 'steps': 7, 'checkpoint': 'c', 'requeued': False}}
+        (run_dir / 'result.json').write_text(json.dumps(result))
+    os._exit(75)
+signal.signal(signal.SIGTERM, stop)
+(run_dir / f'ready{{rank}}').touch()
+if rank == 0:
+    while not (run_dir / 'ready1').exists():
+        time.sleep(0.01)
+    {first}
+time.sleep(60)
+"""
+    with pytest.raises(Preempted) as e:
+        go(run_dir, body)
+    assert (e.value.step, e.value.signal, e.value.checkpoint, e.value.code) == (7, "SIGTERM", "c", 75)
+
+
+def test_preempted_ranks_are_no_failure(run_dir: Path) -> None:
+    """Not asked by us: SLURM signals every process by itself."""
+    preempt(
+        run_dir,
+        first="[os.kill(p['pid'], 15) for p in [json.loads((run_dir / f'seen{r}.json').read_text()) for r in (1, 0)]]",
+    )
+    assert not (run_dir / failures.FOLDER).exists()
+
+
+def test_a_signal_to_the_command_is_a_preemption_where_the_ranks_save(run_dir: Path) -> None:
+    preempt(run_dir, first="os.kill(os.getppid(), 15)")
+
+
+def test_a_job_of_a_sweep_ends_with_the_command(run_dir: Path) -> None:
+    command = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    (run_dir / "do.py").write_text("(run_dir / f'ready{rank}').touch(); time.sleep(60)")
+
+    def kill() -> None:
+        while len(list(run_dir.glob("ready*"))) < 2:
+            time.sleep(0.01)
+        command.kill()  # not buried yet: a zombie is dead enough
+
+    threading.Thread(target=kill).start()
+    try:
+        with pytest.raises(launch.Terminated):
+            launch.run(run_dir, 2, orphan_of=command.pid)
+    finally:
+        command.communicate()
+    assert not any(alive(int(str(seen(run_dir, rank)["pid"]))) for rank in (0, 1))
+
+
+def test_whose_end_is_a_jobs_own() -> None:
+    assert ranks.command_to_watch({}) is None
+    assert ranks.command_to_watch({ranks.COMMAND_VARIABLE: ranks.this_command()}) is None
+    machine = ranks.this_command().partition("@")[2]
+    assert ranks.command_to_watch({ranks.COMMAND_VARIABLE: f"1@{machine}"}) == 1
+    assert ranks.command_to_watch({ranks.COMMAND_VARIABLE: "1@another-machine"}) is None
+    assert ranks.is_alive(os.getpid())
+    assert not ranks.is_alive(2**22 + 1)  # beyond the largest process id of Linux
