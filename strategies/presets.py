@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.specs import ParallelPlan
 from lit_pretrain.specs.parallel import SETTINGS
 from lit_pretrain.strategies.mesh_strategy import MeshStrategy
+from lit_pretrain.strategies.pipeline import PipelinedStrategy
 from lit_pretrain.strategies.processes import Launcher
 
 
@@ -83,17 +86,21 @@ class TensorParallelStrategy(MeshStrategy):
         )
 
 
-class HybridParallelStrategy(MeshStrategy):
-    """Any of them together on one mesh: data parallelism with a stage of ZeRO, times tensor parallelism.
+class HybridParallelStrategy(PipelinedStrategy):
+    """Any of them together on one mesh: ZeRO's data parallelism, times a pipeline, times tensor parallelism.
 
     Args:
         tensor_parallel_size: Ranks that share each matrix.
-        pipeline_parallel_size: Not built yet: 1.
+        pipeline_parallel_size: Ranks that the layers are spread over; see :class:`PipelineParallelStrategy`.
         context_parallel_size: Not built yet: 1.
         replicate_size: Groups of ranks that hold the same shards.
         shard_size: Ranks over which parameters, gradients or optimizer states are sharded; None for what the other
             sizes leave.
         stage: Of ZeRO; see :class:`ZeROStrategy`.
+        schedule: Of the pipeline.
+        num_microbatches: Parts that the pipeline cuts each batch into; None for four times its ranks.
+        stages_per_rank: Of the pipeline; None for the schedule's default.
+        layers_per_stage: Your own cut of the pipeline; None balances layers, embedding and head.
         sequence_parallel: Split activations between layers along the sequence; None: where the plan allows it.
         plan: How the module can be split; see :class:`MeshStrategy`.
         launcher: ``script``, ``spawn`` or ``fork``.
@@ -116,17 +123,20 @@ class HybridParallelStrategy(MeshStrategy):
         replicate_size: int = 1,
         shard_size: int | None = None,
         stage: int = 1,
+        schedule: str = "1f1b",
+        num_microbatches: int | None = None,
+        stages_per_rank: int | None = None,
+        layers_per_stage: Sequence[int] | None = None,
         sequence_parallel: bool | None = None,
         plan: ParallelPlan | None = None,
         launcher: Launcher = "script",
         timeout_s: float = 1800.0,
     ) -> None:
-        for setting, size in ((SETTINGS["pp"], pipeline_parallel_size), (SETTINGS["cp"], context_parallel_size)):
-            if size != 1:
-                raise ConfigError(
-                    f"{setting}={size} is not built yet; use 1, with tensor_parallel_size, shard_size, replicate_size "
-                    "and stage instead."
-                )
+        if context_parallel_size != 1:
+            raise ConfigError(
+                f"{SETTINGS['cp']}={context_parallel_size} is not built yet; use 1, with tensor_parallel_size, "
+                "pipeline_parallel_size, shard_size, replicate_size and stage instead."
+            )
         if stage == 0:
             if shard_size not in (None, 1):
                 raise ConfigError(f"strategy.shard_size={shard_size} shards nothing at strategy.stage=0; leave it out.")
@@ -134,8 +144,12 @@ class HybridParallelStrategy(MeshStrategy):
         else:
             sizes = {"dp_replicate": replicate_size, "dp_shard": shard_size}
         super().__init__(
-            sizes={**sizes, "tp": tensor_parallel_size},
+            sizes={**sizes, "pp": pipeline_parallel_size, "tp": tensor_parallel_size},
             stage=stage,
+            schedule=schedule,
+            num_microbatches=num_microbatches,
+            stages_per_rank=stages_per_rank,
+            layers_per_stage=layers_per_stage,
             sequence_parallel=sequence_parallel,
             plan=plan,
             launcher=launcher,

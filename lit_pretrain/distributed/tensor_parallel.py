@@ -139,6 +139,23 @@ class _VocabularyHead(_Style):
     is_called = False
 
 
+class _Ids(_Style):
+    """Stands where an embedding is on an earlier pipeline stage: ids still tell the length of the sequence."""
+
+    owns_parameters = False
+
+    def reads(self, ids: Tensor) -> Tensor:
+        self.sequence.begin(ids.shape[-1], training=self.module.training)
+        return ids
+
+
+class _TiedHead(_Ids):
+    """An embedding that is only the head of a pipeline's last stage."""
+
+    parameters: ClassVar = {"weight": Shard(0)}
+    owns_parameters = True
+
+
 class _Positions(_Style):
     def reads(self, positions: Tensor) -> Tensor:
         whole = self.wrap(positions, Replicate())
@@ -180,6 +197,8 @@ _STYLES: Mapping[TensorStyle, type[_Style]] = {
     "row": _Row,
     "vocabulary": _Vocabulary,
     "vocabulary_head": _VocabularyHead,
+    "ids": _Ids,
+    "tied_head": _TiedHead,
     "positions": _Positions,
     "enter": _Enter,
     "norm": _Norm,

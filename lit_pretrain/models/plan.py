@@ -44,5 +44,5 @@ def gpt_plan(config: GPTConfig) -> ParallelPlan:
         units=("blocks.*",),
         embed=("wte", "wpe") if config.position == "learned" else ("wte",),
         blocks="blocks",
-        head=("norm",) if config.tie_embeddings else ("norm", "head"),
+        head=("norm", "wte" if config.tie_embeddings else "head"),
     )

@@ -175,6 +175,16 @@ class GPTModule(pl.LightningModule):
             sums.nll_sum + sums.z_loss_sum, sums.num_targets, nominal=batch["targets"].numel(), report=sums.nll_sum
         )
 
+    num_step_sums = 3
+
+    def step_sums(self) -> Tensor:
+        """Sums of the training step, for the other ranks of a pipeline (:class:`lit_pretrain.specs.StepSums`)."""
+        return self._weighting.sums()
+
+    def set_step_sums(self, sums: Tensor, *, parts: int) -> None:
+        """Sums of the training step, from the last rank of a pipeline."""
+        self._weighting.set_sums(sums, parts=parts)
+
     def on_after_backward(self) -> None:
         """At the end of a window: weigh the gradients by the actual target count, and log the loss of the update."""
         loss = self._weighting.finish(self)

@@ -38,7 +38,8 @@ class TargetWeighting:
 
     def __init__(self) -> None:
         self._sums: Tensor | None = None  # [valid targets, loss], summed over the window on this rank
-        self._nominal = 0  # targets of the window's first microbatch
+        self._nominal: int | Tensor = 0  # targets of the window's first microbatch
+        self._parts = 1  # microbatches that a pipeline cuts each batch into
 
     def scale(self, loss_sum: Tensor, num_targets: Tensor, *, nominal: int, report: Tensor | None = None) -> Tensor:
         """Divide a microbatch's loss sum by the nominal target count.
@@ -79,7 +80,7 @@ class TargetWeighting:
         # Ranks of a tensor-parallel group see the same targets: they count once, and the reduction leaves them out.
         strategy = trainer.strategy
         ranks = strategy.num_loss_ranks if isinstance(strategy, LossRanks) else trainer.world_size
-        sums, nominal = self._sums, self._nominal * trainer.accumulate_grad_batches * ranks
+        sums, nominal = self._sums, self._nominal * self._parts * trainer.accumulate_grad_batches * ranks
         self._sums, self._nominal = None, 0
         if ranks > 1:
             sums = strategy.reduce(sums, reduce_op="sum")
@@ -87,11 +88,29 @@ class TargetWeighting:
         return sums[1] / sums[0]
 
     @staticmethod
-    def _rescale(module: pl.LightningModule, num_targets: Tensor, nominal: int) -> None:
+    def _rescale(module: pl.LightningModule, num_targets: Tensor, nominal: int | Tensor) -> None:
         if num_targets.device.type == "cpu" and int(num_targets) == nominal:
             return  # nothing was masked; on other devices, asking would synchronise
         factor = torch.where(num_targets > 0, nominal / num_targets, torch.ones_like(num_targets))
         scale_gradients((p.grad for p in module.parameters() if p.grad is not None), factor)
+
+    def sums(self) -> Tensor:
+        """What :meth:`finish` needs of this window so far: valid targets, loss, targets of a microbatch."""
+        if self._sums is None:
+            raise RuntimeError("TargetWeighting.sums() without scale(): return scale(...) from training_step.")
+        return torch.cat([self._sums, self._sums.new_tensor([float(self._nominal)])])
+
+    def set_sums(self, sums: Tensor, *, parts: int) -> None:
+        """Go on with the sums of another rank: that of a pipeline's last stage, where the training step ran.
+
+        Args:
+            sums: From :meth:`sums`.
+            parts: Microbatches that the pipeline cuts each batch into.
+        """
+        self._parts = parts
+        if self._sums is None:  # else the step ran here, and the microbatch's size is known without waiting for it
+            self._nominal = sums[2]
+        self._sums = sums[:2]
 
     def drop(self) -> None:
         """Forget an unfinished window (a run that was interrupted and fits again)."""

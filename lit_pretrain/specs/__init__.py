@@ -9,6 +9,7 @@ from lit_pretrain.specs.protocols import (
     LazyParameters,
     LossRanks,
     PreparedCorpus,
+    StepSums,
     TextGenerator,
     TokenAccounting,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "ParallelPlan",
     "PreparedCorpus",
     "RopeScaling",
+    "StepSums",
     "TensorStyle",
     "TextGenerator",
     "TokenAccounting",

@@ -26,6 +26,8 @@ TensorStyle = Literal[
     "row",
     "vocabulary",
     "vocabulary_head",
+    "ids",
+    "tied_head",
     "positions",
     "enter",
     "norm",
@@ -134,6 +136,7 @@ class ParallelPlan:
         tensor_parallel: Pattern to style. ``column`` and ``row`` split a linear layer by output and by input features
             (``column_gather`` gives its whole output back); ``vocabulary`` splits an embedding by rows;
             ``vocabulary_head`` splits a weight by rows that the model itself uses, never calling the module;
+            ``ids`` and ``tied_head`` are for a pipeline's later stages, where the embedding is absent or only the head;
             ``positions`` is a replicated embedding of positions; ``enter`` marks a module whose first argument feeds
             column layers; ``norm`` is a replicated norm over features, ``final_norm`` the last one, whose output is
             whole; ``head_norm`` is a replicated norm inside each head.
@@ -144,7 +147,7 @@ class ParallelPlan:
         units: Modules that are sharded, gathered and freed as one; the rest is one more unit.
         embed: Modules of the first pipeline stage.
         blocks: The container whose children pipeline stages are cut from.
-        head: Modules of the last pipeline stage.
+        head: Modules of the last pipeline stage, in the order in which they run; one that is in ``embed`` too is tied.
     """
 
     tensor_parallel: Mapping[str, TensorStyle] = field(default_factory=dict)

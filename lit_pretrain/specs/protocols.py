@@ -84,6 +84,32 @@ class LossRanks(Protocol):
 
 
 @runtime_checkable
+class StepSums(Protocol):
+    """A LightningModule whose training step adds to sums that every rank needs afterwards.
+
+    Under a pipeline the step runs on the last stage only, once for each microbatch; its sums are then given to all.
+    """
+
+    @property
+    def num_step_sums(self) -> int:
+        """How many numbers there are."""
+        ...
+
+    def step_sums(self) -> Any:
+        """The sums since the last update, a 1-d float64 tensor."""
+        ...
+
+    def set_step_sums(self, sums: Any, *, parts: int) -> None:
+        """Take over the sums of another rank.
+
+        Args:
+            sums: From its :meth:`step_sums`.
+            parts: Calls of the training step there for each batch.
+        """
+        ...
+
+
+@runtime_checkable
 class LazyParameters(Protocol):
     """A module that can be built without memory and give its parameters their first values later."""
 

@@ -22,10 +22,10 @@ BOUND = 1e-12
 """Of the greatest difference, relative to the greatest value where that is above 1."""
 
 
-def config(style: str, *, tied: bool, dropout: float = 0.0) -> GPTConfig:
+def config(style: str, *, tied: bool, dropout: float = 0.0, layers: int = 2) -> GPTConfig:
     """``gpt2``: learned positions, LayerNorm, biases. ``llama``: rotation, RMSNorm, SwiGLU, grouped queries, QK norm,
     z-loss, and a vocabulary that no number of ranks divides."""
-    shape = {"vocab_size": VOCABULARY, "block_size": SEQUENCE, "n_layer": 2, "n_head": 4, "n_embd": 16}
+    shape = {"vocab_size": VOCABULARY, "block_size": SEQUENCE, "n_layer": layers, "n_head": 4, "n_embd": 16}
     if style == "gpt2":
         return GPTConfig(**shape, tie_embeddings=tied, vocab_multiple=8, dropout=dropout)
     assert style == "llama"
@@ -136,6 +136,7 @@ def train(
     rows: int = 12,
     devices: int = 1,
     clip: float | None = 0.2,
+    layers: int = 2,
     **settings: Any,
 ) -> dict[str, Any]:
     """Train; every rank calls it and gets whole results.
@@ -149,12 +150,13 @@ def train(
         rows: Sequences of a global batch.
         devices: Ranks.
         clip: Greatest norm.
+        layers: Of the model.
         settings: Of the Trainer.
     """
     if isinstance(strategy, dict):
         strategy = HybridParallelStrategy(**strategy)
     watch = Watch()
-    module = Wide(config(style, tied=tied), optimizer=adamw, seed=5)
+    module = Wide(config(style, tied=tied, layers=layers), optimizer=adamw, seed=5)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=devices,

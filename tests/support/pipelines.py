@@ -73,13 +73,8 @@ class Case:
 
 
 def plan_of(model: GPT) -> ParallelPlan:
-    """Where a GPT can be cut; a tied embedding is also the head."""
-    config = model.config
-    return ParallelPlan(
-        embed=("wte", "wpe") if config.position == "learned" else ("wte",),
-        blocks="blocks",
-        head=("norm", "wte" if config.tie_embeddings else "head"),
-    )
+    """Where the model can be cut."""
+    return model.parallel_plan
 
 
 def call_of(batch: dict[str, Tensor]) -> Call:

@@ -87,6 +87,17 @@ class Stage(PipelineStage):
         if self.has_backward and self.reduces:
             super().perform_reduce_grad(1)
 
+    def _post_metadata_inference_cleanup(self) -> None:
+        """After shapes were exchanged: in evaluation nothing was differentiated, and what is gathered stays gathered.
+
+        Ranks of other pipelines, which exchange no shapes in this step, would not take part in gathering it again.
+        """
+        if self.has_backward:
+            super()._post_metadata_inference_cleanup()
+        else:
+            self._fwd_outputs_for_bwd_meta = self._fwd_inputs_for_bwd_meta = None
+            self._fwd_kwargs_tensors_for_bwd_meta = None
+
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """Input gradients for the stage before, on the same rank."""
         return super().get_local_bwd_output(mb_index) if self.has_backward else None  # type: ignore[no-untyped-call]
@@ -104,6 +115,20 @@ def make_schedule(kind: type[Any], stages: list[Stage], microbatches: int, loss:
     """
     single = issubclass(kind, PipelineScheduleSingle)
     return kind(stages[0] if single else stages, microbatches, loss_fn=loss, scale_grads=False)
+
+
+def keep_forwards_only(schedule: Any) -> None:
+    """Leave out of an evaluating schedule what has to do with backward or with gathering parameters.
+
+    Whoever evaluates gathers beforehand, once: ranks of other pipelines, with other numbers of microbatches, take part.
+    """
+    if not isinstance(schedule, PipelineScheduleMulti):
+        return
+    kept = (torch_schedules.FORWARD, torch_schedules.SEND_F, torch_schedules.RECV_F)
+    lowered = schedule.pipeline_order_with_comms  # type: ignore[attr-defined]
+    for rank, actions in lowered.items():
+        lowered[rank] = [action for action in actions if action.computation_type in kept]
+    schedule.unsharded_stages = {stage.stage_index for stage in schedule._stages}  # type: ignore[attr-defined]
 
 
 def exchange_shapes(schedule: Any, *, train: bool) -> None:

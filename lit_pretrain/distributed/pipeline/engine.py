@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from lit_pretrain.errors import ConfigError
 Loss = Callable[[Any, int], Tensor]
 """The model's output for a microbatch, and its number, to the loss to differentiate; called on the last stage."""
 
+_TENSOR = object()  # stands where an output holds a tensor
+
 
 class Pipeline:
     """One rank's place in a pipeline.
@@ -31,6 +33,7 @@ class Pipeline:
         device: Where they compute.
         group: The ranks of the pipeline, in order.
         pair: The first and the last of them, where tied weights live on two ranks; see :func:`make_pair`.
+        context: Around each stage's forward and the loss, not around backward: autocast, for one.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Pipeline:
         device: torch.device,
         group: dist.ProcessGroup,
         pair: dist.ProcessGroup | None = None,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         if parts.layout.splits_backward:
             _refuse_compiled(parts)
@@ -50,11 +54,15 @@ class Pipeline:
         self._stages: list[_compat.Stage] = []
         self._loss: Loss | None = None
         self._output: tuple[list[Any], TreeSpec] | None = None
-        self._reduces = True
+        self.ends_window, self._reduces = True, True
+        self._context = context
+        for view in parts.views:
+            assert isinstance(view.forward, StageForward)
+            view.forward.context = context
         if parts.has_last:
-            last = parts.views[-1]
-            assert isinstance(last.forward, StageForward)
-            last.forward.forward = self._flattening(last.forward.forward)
+            last = parts.views[-1].forward
+            assert isinstance(last, StageForward)
+            last.forward = self._flattening(last.forward)
 
     # ---------------------------------------------------------------- running
 
@@ -88,6 +96,7 @@ class Pipeline:
         for inbox in self.parts.inboxes:
             inbox.calls, inbox.current = calls, 0
         self._loss = loss
+        self.parts.follow_mode()
         self.ties.refresh()
         try:
             schedule = self._schedule(mode)
@@ -107,18 +116,20 @@ class Pipeline:
         kinds = _compat.TRAINING if mode[0] == "train" else _compat.EVALUATING
         stages = [
             _compat.Stage(
-                view,
+                root,
                 index=index,
                 num_stages=self.layout.num_stages,
                 inbox=inbox,
                 device=self.device,
                 group=self.group,
             )
-            for view, index, inbox in zip(self.parts.views, self.parts.stages, self.parts.inboxes, strict=True)
+            for root, index, inbox in zip(self.parts.roots, self.parts.stages, self.parts.inboxes, strict=True)
         ]
         for stage in stages:
             stage.reduces = self._reduces
         schedule = _compat.make_schedule(kinds[self.layout.schedule], stages, mode[2], self._compute_loss)
+        if mode[0] == "eval":
+            _compat.keep_forwards_only(schedule)
         loss, self._loss = self._loss, None
         for inbox in self.parts.inboxes:
             inbox.checking = True
@@ -143,7 +154,7 @@ class Pipeline:
 
     @contextmanager
     def _kept_gradients(self) -> Iterator[None]:
-        parameters = [p for view in self.parts.views for p in view.parameters()]
+        parameters = [p for root in self.parts.roots for p in root.parameters()]
         kept = [p.grad for p in parameters]
         yield
         for parameter, gradient in zip(parameters, kept, strict=True):
@@ -156,7 +167,7 @@ class Pipeline:
 
         def flat(*args: Any, **kwargs: Any) -> Any:
             leaves, spec = tree_flatten(forward(*args, **kwargs))
-            self._output = ([None if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+            self._output = ([_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
             tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
             return tensors[0] if len(tensors) == 1 else tensors
 
@@ -168,14 +179,20 @@ class Pipeline:
             return sum((t.sum() for t in tensors if t.is_floating_point()), start=torch.zeros((), device=self.device))
         assert self._output is not None
         leaves, spec = self._output
-        nested = tree_unflatten([next(tensors) if leaf is None else leaf for leaf in leaves], spec)
-        return self._loss(nested, int(number))
+        nested = tree_unflatten([next(tensors) if leaf is _TENSOR else leaf for leaf in leaves], spec)
+        with self._context():
+            return self._loss(nested, int(number))
 
     # ---------------------------------------------------------------- gradients
 
-    def set_reduces(self, *, reduces: bool) -> None:
-        """Whether the next backward ends with sharded modules' gradients being reduced over the data-parallel ranks."""
-        self._reduces = reduces
+    def begin_batch(self, *, ends_window: bool, reduces: bool) -> None:
+        """Say what the next batch is.
+
+        Args:
+            ends_window: An update follows it.
+            reduces: Its backward ends with sharded modules' gradients being reduced over the data-parallel ranks.
+        """
+        self.ends_window, self._reduces = ends_window, reduces
         for stage in self._stages:
             stage.reduces = reduces
 
@@ -184,8 +201,11 @@ class Pipeline:
 
         Args:
             local_norm: Of this rank's gradients without :attr:`Ties.counted_elsewhere`, 0-d.
+
+        Returns:
+            0-d, float64: stages may hold other types, or nothing.
         """
-        square = local_norm.to(self.device).square()
+        square = local_norm.to(self.device, torch.float64).square()
         dist.all_reduce(square, group=self.group)
         return square.sqrt()
 

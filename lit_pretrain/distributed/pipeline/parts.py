@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -101,6 +102,7 @@ class StageForward:
         self.forward = forward
         self.inbox = inbox
         self.is_last = is_last
+        self.context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def __call__(self, *received: Tensor) -> Any:
         """Called by the schedule with the activations from the stage before, or with nothing on the first."""
@@ -116,7 +118,8 @@ class StageForward:
     def _run(self) -> Any:
         call = self.inbox.calls[self.inbox.current]
         try:
-            return self.forward(*call.args, **call.kwargs)
+            with self.context():
+                return self.forward(*call.args, **call.kwargs)
         except Leave as leave:
             return leave.activations
 
@@ -173,9 +176,11 @@ class PipelineParts:
         self.stages = layout.stages_of(rank)
         self._blocks = [f"{plan.blocks}.{name}" if plan.blocks else name for name in blocks_of(model, plan)]
         self._check()
+        self._twins: list[tuple[nn.Module, nn.Module]] = []
         self.tied = self._find_tied() if layout.num_stages > 1 else []
         self.inboxes = [Inbox() for _ in self.stages]
         self.views = [self._view(stage, inbox) for stage, inbox in zip(self.stages, self.inboxes, strict=True)]
+        self.roots: list[nn.Module] = list(self.views)  # what is sharded and run; may hold a view as a part
         if self.has_first and self.has_last:
             for _, name in self.tied:
                 _own_parameter(self.views[-1], name)
@@ -227,7 +232,9 @@ class PipelineParts:
         for index, name in enumerate(self._blocks):
             if index not in layers:
                 replaced[name] = Received(inbox) if index < layers.start else Departed()
-        view = view_of(self.model, replaced)
+        view, copies = view_of(self.model, replaced)
+        self._twins += [(copy, self.model.get_submodule(path)) for path, copy in copies.items()]
+        self._twins += [(module, self.model) for module in replaced.values()]
         view.forward = StageForward(view.forward, inbox, is_last=is_last)
         return view
 
@@ -243,6 +250,13 @@ class PipelineParts:
             if stage > 0:
                 name = self._blocks[layers.start] if layers else self.plan.head[0]
                 view.get_submodule(name).register_forward_pre_hook(_enter(inbox), prepend=True, with_kwargs=True)
+
+    def follow_mode(self) -> None:
+        """Put copies and stand-ins into training or evaluation mode as the model is, which alone is told of it."""
+        for twin, original in self._twins:
+            twin.training = original.training
+        for root in self.roots:
+            root.training = self.model.training
 
     def _prune(self) -> None:
         layers = {index for stage in self.stages for index in self.layout.layers_of(stage)}
@@ -266,8 +280,8 @@ def _enter(inbox: Inbox) -> Callable[..., Any]:
     return hook
 
 
-def view_of(model: nn.Module, replaced: dict[str, nn.Module]) -> nn.Module:
-    """A copy of a model that shares all but some submodules and what contains them.
+def view_of(model: nn.Module, replaced: dict[str, nn.Module]) -> tuple[nn.Module, dict[str, nn.Module]]:
+    """A copy of a model that shares all but some submodules and what contains them; and those containers by name.
 
     Args:
         model: Stays as it is.
@@ -277,7 +291,7 @@ def view_of(model: nn.Module, replaced: dict[str, nn.Module]) -> nn.Module:
     for name, module in replaced.items():
         parent, _, leaf = name.rpartition(".")
         _copied(parent, copies)._modules[leaf] = module
-    return copies[""]
+    return copies[""], copies
 
 
 def _copied(name: str, copies: dict[str, nn.Module]) -> nn.Module:

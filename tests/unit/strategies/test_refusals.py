@@ -52,10 +52,6 @@ def loader():
         (lambda: HybridParallelStrategy(shard_size=2, stage=0), "strategy.shard_size=2 shards nothing at"),
         (lambda: ZeROStrategy(3, launcher="mpi"), "strategy.launcher='mpi' must be one of script, spawn, fork."),
         (lambda: ZeROStrategy(3, timeout_s=0), "strategy.timeout_s=0 must be above 0."),
-        (
-            lambda: HybridParallelStrategy(pipeline_parallel_size=2),
-            "strategy.pipeline_parallel_size=2 is not built yet",
-        ),
         (lambda: HybridParallelStrategy(context_parallel_size=2), "strategy.context_parallel_size=2 is not built yet"),
     ],
 )

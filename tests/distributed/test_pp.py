@@ -1,0 +1,265 @@
+"""Pipelines under a Trainer: GPTModule and a classifier as a user writes it, each against one process in float64."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lit_pretrain.distributed import state
+from lit_pretrain.errors import ConfigError
+from lit_pretrain.schedules.pipeline import SCHEDULES
+from lit_pretrain.strategies import HybridParallelStrategy, PipelineParallelStrategy
+from tests.support.parity import BOUND, differences, train
+from tests.support.pipelined_modules import PLAN, REFUSED, Classifier, Compiled, Rows
+
+
+@functools.cache
+def reference(style, tied, accumulate):
+    return train("auto", style=style, tied=tied, accumulate=accumulate, layers=4, rows=24)
+
+
+def run(strategy, settings):
+    return train(strategy, **settings)
+
+
+def check(ranks, world, strategy, *, style="gpt2", tied=True, accumulate=1):
+    want = reference(style, tied, accumulate)
+    settings = {"style": style, "tied": tied, "accumulate": accumulate, "layers": 4, "rows": 24, "devices": world}
+    outputs = ranks(world, run, {"num_microbatches": 4, **strategy}, settings, timeout_s=120)
+    assert set().union(*(got["weights"] for got in outputs)) == set(want["weights"])
+    for got in outputs:
+        assert set(got["weights"]) < set(want["weights"])  # each rank has a part of the model
+        share = {
+            **want,
+            "weights": {n: want["weights"][n] for n in got["weights"]},
+            "gradients": [{n: g[n] for n in got["weights"]} for g in want["gradients"]],
+        }
+        found = differences(got, share)
+        assert all(value <= BOUND for value in found.values()), found
+        assert got["val"] == pytest.approx(want["val"], rel=1e-6)  # logged as float32
+
+
+@pytest.mark.parametrize("schedule", list(SCHEDULES))
+def test_gpt_on_two_ranks(ranks, schedule):
+    tied = SCHEDULES[schedule].v_shaped or schedule == "1f1b"
+    settings = {"schedule": schedule, "pipeline_parallel_size": 2}
+    check(ranks, 2, settings, tied=tied, style="llama" if tied else "gpt2", accumulate=3 if tied else 1)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gpt_with_data_parallelism(ranks, stage):
+    # A split backward with parameters that are freed after each forward gave wrong gradients without an error.
+    check(ranks, 4, {"schedule": "zero_bubble", "pipeline_parallel_size": 2, "stage": stage}, accumulate=3)
+
+
+def test_gpt_with_tensor_parallelism(ranks):
+    check(ranks, 4, {"schedule": "zbv", "pipeline_parallel_size": 2, "tensor_parallel_size": 2}, accumulate=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", list(SCHEDULES))
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_stage_of_zero_under_every_schedule(ranks, schedule, stage):
+    tied, accumulate = (True, 3) if stage % 2 else (False, 1)
+    settings = {"schedule": schedule, "pipeline_parallel_size": 2, "stage": stage}
+    check(ranks, 4, settings, tied=tied, accumulate=accumulate, style="gpt2" if stage > 1 else "llama")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "dualpipev"])
+def test_data_times_pipeline_times_tensor(ranks, schedule, tied):
+    sizes = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "stage": 3}
+    check(ranks, 8, {"schedule": schedule, **sizes}, tied=tied, style="llama")
+
+
+# -------------------------------------------------------------------- a module that knows nothing of it
+
+
+def classify(settings, devices, *, module=Classifier, fast=False, accumulate=2, clip=0.2):
+    """Fit, validate, test and predict; what this rank saw of it."""
+    strategy = "auto" if settings is None else HybridParallelStrategy(plan=PLAN, num_microbatches=4, **settings)
+    model = module()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        precision="64-true",
+        max_epochs=2,
+        accumulate_grad_batches=1 if fast else accumulate,
+        gradient_clip_val=clip,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        fast_dev_run=fast,
+    )
+    data = Rows()
+    trainer.fit(model, datamodule=data)
+    fitted = {k: float(v) for k, v in trainer.callback_metrics.items()}
+    tested = trainer.test(model, datamodule=data, verbose=False)[0]
+    predicted = [p["class"] for p in trainer.predict(model, datamodule=data) or []]
+    return {
+        "seen": model.seen,
+        "rates": model.rates,
+        "order": model.order,
+        "fitted": fitted,
+        "tested": tested,
+        "predicted": torch.cat(predicted),
+        "weights": {n: state.whole(p) for n, p in model.named_parameters()},
+    }
+
+
+@functools.cache
+def classified(accumulate=2):
+    return classify(None, 1, accumulate=accumulate)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved_1f1b", "zbv"])
+def test_a_plain_module(ranks, schedule):
+    want = classified()
+    for got in ranks(2, classify, {"schedule": schedule, "pipeline_parallel_size": 2}, 2, timeout_s=120):
+        assert len(got["seen"]) == len(want["seen"]) == 12
+        for mine, theirs in zip(got["seen"], want["seen"], strict=True):
+            for name in ("loss", "output", "top"):
+                assert mine[name] == pytest.approx(theirs[name], rel=1e-12), name
+        assert got["rates"] == want["rates"]
+        assert got["order"] == want["order"]  # every hook where Lightning has it
+        assert got["fitted"]["accuracy"] == pytest.approx(want["fitted"]["accuracy"], rel=1e-6)
+        assert got["fitted"]["val_loss"] == pytest.approx(want["fitted"]["val_loss"], rel=1e-6)
+        assert got["tested"] == pytest.approx(want["tested"], rel=1e-6)
+        assert torch.equal(got["predicted"], want["predicted"])
+        for name, value in got["weights"].items():
+            torch.testing.assert_close(value, want["weights"][name], rtol=0, atol=BOUND)
+
+
+def test_unequal_numbers_of_validation_batches_neither_hang_nor_lose_rows(ranks):
+    # 3 batches of 8, 8 and 6 rows over 2 data-parallel ranks: one has two, the other has one.
+    outputs = ranks(4, classify, {"schedule": "1f1b", "pipeline_parallel_size": 2, "stage": 3}, 4, timeout_s=120)
+    places = [0, 0, 1, 1]
+    predicted = [outputs[places.index(p)]["predicted"] for p in (0, 1)]
+    assert [len(p) for p in predicted] == [14, 8]
+    accuracies = {round(got["fitted"]["accuracy"] * 22, 6) for got in outputs}
+    assert len(accuracies) == 1
+    assert accuracies.pop() == pytest.approx(round(outputs[0]["fitted"]["accuracy"] * 22))  # of all 22 rows, whole hits
+
+
+def test_fast_dev_run(ranks):
+    for got in ranks(2, dev_run, timeout_s=120):
+        assert len(got["seen"]) == 1
+
+
+def dev_run():
+    return classify({"schedule": "dualpipev", "pipeline_parallel_size": 2}, 2, fast=True)
+
+
+def refused(kind):
+    try:
+        classify({"pipeline_parallel_size": 2}, 2, module=REFUSED[kind][0], accumulate=1, clip=None)
+    except ConfigError as error:
+        return str(error)
+    return "ran"
+
+
+@pytest.mark.parametrize("kind", list(REFUSED))
+def test_what_a_pipeline_cannot_honour_is_refused_on_every_rank(ranks, kind):
+    messages = ranks(2, refused, kind)
+    assert all(REFUSED[kind][1] in message for message in messages), messages
+    assert messages[0] == messages[1]
+
+
+def other_refusals():
+    out = []
+    attempts = [
+        ({"schedule": "zbv", "pipeline_parallel_size": 2}, Compiled),
+        ({"schedule": "1f1b", "pipeline_parallel_size": 2, "layers_per_stage": [3, 3]}, Classifier),
+    ]
+    for settings, module in attempts:
+        try:
+            classify(settings, 2, module=module)
+        except ConfigError as error:
+            out.append(str(error))
+    try:
+        strategy = PipelineParallelStrategy(schedule="1f1b", num_microbatches=3, plan=PLAN)
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=2, strategy=strategy, logger=False, precision="64-true", max_steps=1,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+        )  # fmt: skip
+        trainer.fit(Classifier(), datamodule=Rows())
+    except ConfigError as error:
+        out.append(str(error))
+    return out
+
+
+def test_layouts_that_do_not_fit_are_refused(ranks):
+    for compiled, cut, rows in ranks(2, other_refusals):
+        assert "torch.compile" in compiled
+        assert "layers_per_stage=[3, 3] must name 2 counts" in cut
+        assert "for example [2, 3]" in cut
+        assert "8 rows cannot be cut into strategy.num_microbatches=3 equal parts; use 2, 4 or 8" in rows
+
+
+def whole_states(settings, devices):
+    """Two epochs, and the checkpoint in between as one process would have it."""
+    strategy = "auto" if settings is None else HybridParallelStrategy(plan=PLAN, num_microbatches=4, **settings)
+    kept = {}
+
+    class Keep(pl.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            if trainer.current_epoch == 0:
+                weights = copy.deepcopy(trainer.strategy.lightning_module_state_dict())
+                optimizer = copy.deepcopy(trainer.strategy.optimizer_state(trainer.optimizers[0]))
+                kept.update(weights={n: v for n, v in weights.items() if n.startswith("net")}, optimizer=optimizer)
+
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        precision="64-true",
+        max_epochs=1,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Keep()],
+    )
+    model = Classifier()
+    trainer.fit(model, datamodule=Rows())
+    # Load it back, scrambled before, and see that everything is as it was.
+    checkpoint = trainer.strategy.broadcast({"state_dict": kept["weights"], "optimizer_states": [kept["optimizer"]]})
+    before = [state.whole(p) for p in model.parameters()]
+    moments = state.whole_optimizer_state(trainer.optimizers[0])["state"]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+        for entry in trainer.optimizers[0].state.values():
+            entry["exp_avg"].zero_()
+    trainer.strategy.load_model_state_dict(checkpoint, strict=False)
+    trainer.strategy.load_optimizer_state_dict(checkpoint)
+    restored = all(torch.equal(a, state.whole(p)) for a, p in zip(before, model.parameters(), strict=True))
+    again = state.whole_optimizer_state(trainer.optimizers[0])["state"]
+    restored &= all(torch.equal(again[i]["exp_avg"], moments[i]["exp_avg"]) for i in moments)
+    return kept, restored
+
+
+def test_a_checkpoint_is_that_of_one_process(ranks):
+    ((want, _),) = [whole_states(None, 1)]
+    outputs = ranks(2, whole_states, {"schedule": "interleaved_1f1b", "pipeline_parallel_size": 2}, 2)
+    assert all(restored for _, restored in outputs)
+    assert outputs[1][0] == {"weights": {}, "optimizer": {}}
+    got = outputs[0][0]
+    assert list(got["weights"]) == list(want["weights"])
+    for name, value in want["weights"].items():
+        torch.testing.assert_close(got["weights"][name], value, rtol=0, atol=BOUND)
+    assert [g["params"] for g in got["optimizer"]["param_groups"]] == [
+        g["params"] for g in want["optimizer"]["param_groups"]
+    ]
+    assert [g["lr"] for g in got["optimizer"]["param_groups"]] == [g["lr"] for g in want["optimizer"]["param_groups"]]
+    for index, entry in want["optimizer"]["state"].items():
+        torch.testing.assert_close(got["optimizer"]["state"][index]["exp_avg"], entry["exp_avg"], rtol=0, atol=BOUND)
