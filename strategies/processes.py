@@ -30,9 +30,8 @@ class MeshProcesses(ParallelStrategy):
         timeout_s: How long a rank waits for another before it gives up, in seconds.
     """
 
-    is_distributed = (
-        True  # without it Lightning gives a strategy not its own no DistributedSampler: equal data everywhere
-    )
+    # Without it Lightning gives a strategy that is not its own no DistributedSampler: the same data on every rank.
+    is_distributed = True
 
     def __init__(
         self, *, sizes: dict[str, int | None], launcher: Launcher = "script", timeout_s: float = 1800.0
