@@ -10,8 +10,12 @@ if __name__ != "lit_pretrain.strategies":
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lit_pretrain.strategies.mesh_strategy import MeshStrategy
-from lit_pretrain.strategies.pipeline import PipelineParallelStrategy
-from lit_pretrain.strategies.presets import HybridParallelStrategy, TensorParallelStrategy, ZeROStrategy
+from lit_pretrain.strategies.presets import (
+    HybridParallelStrategy,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+    ZeROStrategy,
+)
 
 __all__ = [
     "HybridParallelStrategy",

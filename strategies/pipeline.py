@@ -24,13 +24,12 @@ from lit_pretrain.distributed.pipeline.whole import StageStates
 from lit_pretrain.distributed.plans import find_plan
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.schedules.pipeline import check_microbatches, traits
-from lit_pretrain.specs import LazyParameters, ParallelPlan
+from lit_pretrain.specs import LazyParameters
 from lit_pretrain.strategies import _compat
 from lit_pretrain.strategies.evaluation import EvaluationTurns
 from lit_pretrain.strategies.mesh_strategy import MeshStrategy
 from lit_pretrain.strategies.pipeline_steps import PipelinedSteps
 from lit_pretrain.strategies.precision import policies
-from lit_pretrain.strategies.processes import Launcher
 
 
 class PipelinedStrategy(MeshStrategy):
@@ -308,57 +307,6 @@ class FixedTurns(EvaluationTurns):
 
     def _note(self, module: Any, _args: Any) -> None:
         """Layers run once for each microbatch, after they were gathered: nothing to learn from it."""
-
-
-class PipelineParallelStrategy(PipelinedStrategy):
-    """The layers of a model spread over the devices of a pipeline; what devices remain share the data.
-
-    Args:
-        pipeline_parallel_size: Ranks of a pipeline; None for all devices.
-        schedule: ``gpipe``, ``1f1b``, ``interleaved_1f1b``, ``looped_bfs``, ``zero_bubble``, ``zbv``, ``dualpipev``.
-        num_microbatches: Parts that each batch is cut into; None for four times the pipeline's ranks.
-        stages_per_rank: For the interleaved schedules, ``looped_bfs`` and ``zero_bubble``; None for their default.
-        layers_per_stage: Your own cut; None balances layers, embedding and head by their weights.
-        stage: Of ZeRO, over the devices that remain.
-        plan: How the module can be cut: ``embed``, ``blocks`` and ``head``; see :class:`MeshStrategy`.
-        launcher: ``script``, ``spawn`` or ``fork``.
-        timeout_s: How long a rank waits for another, in seconds.
-
-    Raises:
-        ConfigError: Settings that do not fit the ranks, the model or the batch, listing those that do.
-
-    Example::
-
-        Trainer(devices=4, strategy=PipelineParallelStrategy(schedule="zbv", num_microbatches=8)).fit(module)
-    """
-
-    def __init__(
-        self,
-        pipeline_parallel_size: int | None = None,
-        *,
-        schedule: str = "1f1b",
-        num_microbatches: int | None = None,
-        stages_per_rank: int | None = None,
-        layers_per_stage: Sequence[int] | None = None,
-        stage: int = 1,
-        plan: ParallelPlan | None = None,
-        launcher: Launcher = "script",
-        timeout_s: float = 1800.0,
-    ) -> None:
-        sizes: dict[str, int | None] = {"pp": pipeline_parallel_size}
-        if pipeline_parallel_size is not None:
-            sizes["dp_replicate" if stage == 0 else "dp_shard"] = None
-        super().__init__(
-            sizes=sizes,
-            stage=stage,
-            schedule=schedule,
-            num_microbatches=num_microbatches,
-            stages_per_rank=stages_per_rank,
-            layers_per_stage=layers_per_stage,
-            plan=plan,
-            launcher=launcher,
-            timeout_s=timeout_s,
-        )
 
 
 def _refuse_call(*_args: Any, **_kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lit_pretrain.distributed.pipeline import Call, Pipeline, PipelineParts, rows_of, split
-from lit_pretrain.distributed.pipeline.parts import shallow
+from lit_pretrain.distributed.pipeline.views import shallow
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.schedules.pipeline import check_microbatches
 from lit_pretrain.specs import StepSums

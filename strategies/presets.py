@@ -86,6 +86,57 @@ class TensorParallelStrategy(MeshStrategy):
         )
 
 
+class PipelineParallelStrategy(PipelinedStrategy):
+    """The layers of a model spread over the devices of a pipeline; what devices remain share the data.
+
+    Args:
+        pipeline_parallel_size: Ranks of a pipeline; None for all devices.
+        schedule: ``gpipe``, ``1f1b``, ``interleaved_1f1b``, ``looped_bfs``, ``zero_bubble``, ``zbv``, ``dualpipev``.
+        num_microbatches: Parts that each batch is cut into; None for four times the pipeline's ranks.
+        stages_per_rank: For the interleaved schedules, ``looped_bfs`` and ``zero_bubble``; None for their default.
+        layers_per_stage: Your own cut; None balances layers, embedding and head by their weights.
+        stage: Of ZeRO, over the devices that remain.
+        plan: How the module can be cut: ``embed``, ``blocks`` and ``head``; see :class:`MeshStrategy`.
+        launcher: ``script``, ``spawn`` or ``fork``.
+        timeout_s: How long a rank waits for another, in seconds.
+
+    Raises:
+        ConfigError: Settings that do not fit the ranks, the model or the batch, listing those that do.
+
+    Example::
+
+        Trainer(devices=4, strategy=PipelineParallelStrategy(schedule="zbv", num_microbatches=8)).fit(module)
+    """
+
+    def __init__(
+        self,
+        pipeline_parallel_size: int | None = None,
+        *,
+        schedule: str = "1f1b",
+        num_microbatches: int | None = None,
+        stages_per_rank: int | None = None,
+        layers_per_stage: Sequence[int] | None = None,
+        stage: int = 1,
+        plan: ParallelPlan | None = None,
+        launcher: Launcher = "script",
+        timeout_s: float = 1800.0,
+    ) -> None:
+        sizes: dict[str, int | None] = {"pp": pipeline_parallel_size}
+        if pipeline_parallel_size is not None:
+            sizes["dp_replicate" if stage == 0 else "dp_shard"] = None
+        super().__init__(
+            sizes=sizes,
+            stage=stage,
+            schedule=schedule,
+            num_microbatches=num_microbatches,
+            stages_per_rank=stages_per_rank,
+            layers_per_stage=layers_per_stage,
+            plan=plan,
+            launcher=launcher,
+            timeout_s=timeout_s,
+        )
+
+
 class HybridParallelStrategy(PipelinedStrategy):
     """Any of them together on one mesh: ZeRO's data parallelism, times a pipeline, times tensor parallelism.
 

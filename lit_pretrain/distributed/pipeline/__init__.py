@@ -3,6 +3,7 @@
 from lit_pretrain.distributed.pipeline.calls import Call, rows_of, split
 from lit_pretrain.distributed.pipeline.engine import Pipeline
 from lit_pretrain.distributed.pipeline.layout import PipelineLayout
-from lit_pretrain.distributed.pipeline.parts import Absent, PipelineParts
+from lit_pretrain.distributed.pipeline.parts import PipelineParts
+from lit_pretrain.distributed.pipeline.stand_ins import Absent
 
 __all__ = ["Absent", "Call", "Pipeline", "PipelineLayout", "PipelineParts", "rows_of", "split"]

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from lit_pretrain.distributed.pipeline.parts import Inbox
+from lit_pretrain.distributed.pipeline.stand_ins import Inbox
 
 # Its warnings and the dump of a whole schedule on any error bury the error itself.
 logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)

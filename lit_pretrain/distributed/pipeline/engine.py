@@ -13,7 +13,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lit_pretrain.distributed.pipeline import _compat
 from lit_pretrain.distributed.pipeline.calls import Call
-from lit_pretrain.distributed.pipeline.parts import PipelineParts, StageForward
+from lit_pretrain.distributed.pipeline.parts import PipelineParts
+from lit_pretrain.distributed.pipeline.stand_ins import StageForward
 from lit_pretrain.distributed.pipeline.ties import Ties
 from lit_pretrain.errors import ConfigError
 

@@ -2,156 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
-from lit_pretrain.distributed.pipeline.calls import Call
 from lit_pretrain.distributed.pipeline.layout import PipelineLayout, blocks_of
+from lit_pretrain.distributed.pipeline.stand_ins import Absent, Departed, Inbox, Received, StageForward
+from lit_pretrain.distributed.pipeline.views import own_copy, shallow, view_of
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.specs import ParallelPlan
-
-
-class Leave(BaseException):
-    """Carries the activations out of a stage whose next layer lives elsewhere.
-
-    Not an Exception: a model's own ``except Exception`` must not swallow it.
-    """
-
-    def __init__(self, activations: Tensor) -> None:
-        super().__init__()
-        self.activations = activations
-
-
-class Inbox:
-    """What a stage is working on.
-
-    Args:
-        calls: The model's arguments for each microbatch, equal on every rank of the pipeline.
-        current: The microbatch.
-        entering: Activations from the stage before, for the first layer here.
-        placeholder: What absent parts before that layer give: the same, except while ``checking``.
-        checking: Tell apart what enters the first layer and what goes around it.
-        problem: What a check found.
-    """
-
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-        self.current = 0
-        self.entering: Tensor | None = None
-        self.placeholder: Tensor | None = None
-        self.checking = False
-        self.problem: str | None = None
-
-    def received(self) -> Tensor:
-        """For absent parts."""
-        assert self.placeholder is not None, "a stage ran outside its schedule"
-        return self.placeholder
-
-
-class Absent(nn.Module):
-    """Stands in for a part that lives on another stage. It has no weights."""
-
-
-class Received(Absent):
-    """A part of an earlier stage: gives the activations from the stage before, whatever it is called with.
-
-    What the model makes of them on the way to its first layer here is dropped, see :meth:`PipelineParts.connect`.
-
-    Args:
-        inbox: Of the stage.
-    """
-
-    def __init__(self, inbox: Inbox) -> None:
-        super().__init__()
-        self.inbox = inbox
-
-    @property
-    def weight(self) -> Tensor:
-        """Models ask their embedding's weight for type and device; the activations have the same."""
-        return self.inbox.received()
-
-    def forward(self, *_args: Any, **_kwargs: Any) -> Tensor:
-        """The activations."""
-        return self.inbox.received()
-
-
-class Departed(Absent):
-    """A part of a later stage: reaching it ends this stage's forward."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Never returns."""
-        raise Leave(args[0] if args else next(iter(kwargs.values())))
-
-
-class StageForward:
-    """Runs the model's own forward on a stage: from the first layer it has to the first it has not.
-
-    Args:
-        forward: The model's, bound to the stage.
-        inbox: Of the stage.
-        is_last: Whether the output is the model's.
-    """
-
-    def __init__(self, forward: Callable[..., Any], inbox: Inbox, *, is_last: bool) -> None:
-        self.forward = forward
-        self.inbox = inbox
-        self.is_last = is_last
-        self.context: Callable[[], AbstractContextManager[Any]] = nullcontext
-
-    def __call__(self, *received: Tensor) -> Any:
-        """Called by the schedule with the activations from the stage before, or with nothing on the first."""
-        inbox = self.inbox
-        if not received:
-            return self._run()
-        inbox.entering = inbox.placeholder = received[0]
-        try:
-            return self._checked() if inbox.checking else self._run()
-        finally:
-            inbox.entering = inbox.placeholder = None
-
-    def _run(self) -> Any:
-        call = self.inbox.calls[self.inbox.current]
-        try:
-            with self.context():
-                return self.forward(*call.args, **call.kwargs)
-        except Leave as leave:
-            return leave.activations
-
-    def _checked(self) -> Any:
-        inbox = self.inbox
-        assert inbox.entering is not None
-        inbox.placeholder = inbox.entering.detach().clone().requires_grad_()
-        with torch.enable_grad():
-            output = self._run()
-        if depends(output, inbox.placeholder):
-            inbox.problem = (
-                "The pipelined model carries values around its layers (such as x + layer(x) outside of them), which "
-                "would be lost between stages; move that into the layers that the plan's blocks name."
-            )
-        return output
-
-
-def depends(output: Any, leaf: Tensor) -> bool:
-    """Whether a gradient would flow from any tensor of an output to a leaf. Computes none."""
-    target = torch.autograd.graph.get_gradient_edge(leaf).node
-    waiting = [t.grad_fn for t in tree_leaves(output) if isinstance(t, Tensor) and t.grad_fn is not None]
-    if any(t is leaf for t in tree_leaves(output)):
-        return True
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if node is target:
-            return True
-        fresh = {edge for edge, _ in node.next_functions if edge is not None} - seen
-        seen |= fresh
-        waiting += fresh
-    return False
 
 
 class PipelineParts:
@@ -280,41 +140,6 @@ def _enter(inbox: Inbox) -> Callable[..., Any]:
     return hook
 
 
-def view_of(model: nn.Module, replaced: dict[str, nn.Module]) -> tuple[nn.Module, dict[str, nn.Module]]:
-    """A copy of a model that shares all but some submodules and what contains them; and those containers by name.
-
-    Args:
-        model: Stays as it is.
-        replaced: Full name to the module that the copy has there.
-    """
-    copies = {"": shallow(model)}
-    for name, module in replaced.items():
-        parent, _, leaf = name.rpartition(".")
-        _copied(parent, copies)._modules[leaf] = module
-    return copies[""], copies
-
-
-def _copied(name: str, copies: dict[str, nn.Module]) -> nn.Module:
-    if name not in copies:
-        parent, _, leaf = name.rpartition(".")
-        above = _copied(parent, copies)
-        copies[name] = shallow(above.get_submodule(leaf))
-        above._modules[leaf] = copies[name]
-    return copies[name]
-
-
-def shallow(module: nn.Module) -> nn.Module:
-    """A copy that shares submodules, parameters and buffers, also when they are later replaced by sharded ones.
-
-    Hooks and the list of submodules are its own.
-    """
-    twin = copy.copy(module)
-    for key, value in twin.__dict__.items():
-        if isinstance(value, dict) and key not in ("_parameters", "_buffers"):
-            twin.__dict__[key] = copy.copy(value)
-    return twin
-
-
 def _speaking(module: nn.Module, entry: Received) -> nn.Module:
     """A tied embedding on the last stage: its weight is the head's, its forward gives what was received."""
     twin = shallow(module)
@@ -332,4 +157,4 @@ def _own_parameter(view: nn.Module, name: str) -> None:
     owner._parameters[leaf] = nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad)
     parent, _, module = path.rpartition(".")
     copies: dict[str, nn.Module] = {"": view}
-    _copied(parent, copies)._modules[module] = owner
+    own_copy(parent, copies)._modules[module] = owner

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lit_pretrain.distributed.pipeline.parts import Absent
+from lit_pretrain.distributed.pipeline.stand_ins import Absent
 from lit_pretrain.distributed.sharding import reshard, sharded_modules
 from lit_pretrain.distributed.tensor_parallel import matches
 from lit_pretrain.errors import ConfigError

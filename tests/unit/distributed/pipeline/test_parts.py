@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from lit_pretrain.distributed.pipeline import Absent, Call, PipelineLayout, PipelineParts
-from lit_pretrain.distributed.pipeline.parts import depends
+from lit_pretrain.distributed.pipeline.stand_ins import depends
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.specs import ParallelPlan
 from tests.support.pipelines import Case, call_of, plan_of
