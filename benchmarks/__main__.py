@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-NAMES = ("data", "model", "trainer")
+NAMES = ("data", "model", "startup", "trainer")
 
 
 def _output(*command: str) -> str:

@@ -27,7 +27,7 @@ OVERRIDES = [
 ]
 
 
-def _prepare(root: Path) -> None:
+def prepare_shards(root: Path) -> None:
     import sysconfig
 
     from lit_pretrain.corpus import ShardWriter, TokenizerFile, train_tokenizer
@@ -152,7 +152,7 @@ CONTENDERS: dict[str, Callable[[Gate], None]] = {
 def run(*, rounds: int = 31, steps: int = 10) -> dict[str, Any]:
     """Step times and their ratios to a plain Trainer. Each round holds one logged step."""
     with tempfile.TemporaryDirectory() as root:
-        _prepare(Path(root))
+        prepare_shards(Path(root))
         os.environ[ROOT] = root
         try:
             times = race(CONTENDERS, rounds=rounds, steps=steps)

@@ -19,7 +19,7 @@ from typing import Any
 
 import hydra
 
-from lit_pretrain.cli import flags, hints, ranks, report, resume, saved
+from lit_pretrain.cli import flags, help, hints, ranks, report, resolvers
 from lit_pretrain.cli.launch import Failed, Terminated
 from lit_pretrain.errors import ConfigError, Preempted, RankError
 
@@ -102,6 +102,8 @@ def run_verb(verb: str, argv: list[str]) -> int:
     wrong = flags.check(verb, argv)
     if wrong is not None:
         return _complain(wrong, code=2)
+    if not set(help.WORDS).isdisjoint(argv):
+        return _help(verb, argv)
     argv = flags.arranged(argv)
     module = importlib.import_module(f"lit_pretrain.cli.{verb}")
     job: Callable[..., Any] = module.job
@@ -115,6 +117,17 @@ def run_verb(verb: str, argv: list[str]) -> int:
         ours = {ranks.COMMAND_VARIABLE: ranks.this_command(), NOTE_VARIABLE: str(note)}
         with environment(HYDRA_FULL_ERROR="1", **ours):
             return _run(verb, job, argv, note)
+
+
+def _help(verb: str, argv: list[str]) -> int:
+    resolvers.register()
+    try:
+        print(help.page(verb, argv), end="")
+    except BrokenPipeError:
+        raise
+    except Exception as e:
+        return _say_why(e, verb, argv)
+    return 0
 
 
 def _run(verb: str, job: Callable[..., Any], argv: list[str], note: Path) -> int:
@@ -156,6 +169,8 @@ def _say_why(e: BaseException | None, verb: str, argv: list[str]) -> int:
 
 def _go_on(e: Preempted, argv: list[str]) -> str:
     """The same words with resume=auto, for the run, or for the whole sweep where it was one."""
+    from lit_pretrain.cli import resume, saved  # they load numpy, which --help is spared
+
     words = [word for word in argv if word.partition("=")[0] not in ("resume", "resume_accept")]
     if "-m" not in words and "--multirun" not in words:
         run_dir = Path(e.checkpoint).parent.parent

@@ -142,7 +142,18 @@ def _overrides(run_dir: Path) -> list[str] | None:
         words = yaml.safe_load((run_dir / ".hydra" / "overrides.yaml").read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError):
         return None
-    return [str(word) for word in words] if isinstance(words, list) else None
+    return [*_config_folder(run_dir), *map(str, words)] if isinstance(words, list) else None
+
+
+def _config_folder(run_dir: Path) -> list[str]:
+    """The flag that named a folder of the user's own options."""
+    try:
+        kept = yaml.safe_load((run_dir / ".hydra" / "hydra.yaml").read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        return []
+    sources = get(kept, "hydra.runtime.config_sources") or []
+    own = [get(s, "path") for s in sources if get(s, "provider") == "command-line" and get(s, "schema") == "file"]
+    return ["--config-dir", str(own[0])] if own else []
 
 
 def _reached(outlook: Outlook, state: RunState) -> str:

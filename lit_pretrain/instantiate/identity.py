@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lit_pretrain.errors import ConfigError
 
 DECISIVE = (
-    "model",
     "optimizer",
     "schedule",
     "batch.sequence_length",
     "batch.global_batch_size",
     "seed",
     "trainer.precision",
+    "model",
     "callbacks.clipping",
     "data",
     "module",
@@ -65,29 +65,32 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Differen
         old: The resolved configuration that a checkpoint was made with.
         new: The one to go on with.
     """
+    return _differing(old, new, DECISIVE, free=FREE) + _shorter(old, new)
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
+    """Every setting that differs, decisive or not; a value that is handed on is named once."""
+    first = list(dict.fromkeys(key.partition(".")[0] for key in DECISIVE))
+    keys = [key for key in first if key in old or key in new]
+    return _differing(old, new, dict.fromkeys([*keys, *old, *new]), free=())
+
+
+def _differing(
+    old: Mapping[str, Any], new: Mapping[str, Any], keys: Iterable[str], *, free: Sequence[str]
+) -> list[Difference]:
     found: list[Difference] = []
     named: set[tuple[str, str, str]] = set()
-    for key in DECISIVE:
+    for key in keys:
         before, after = (dict(_leaves(key, _get(config, key))) for config in (old, new))
         for path in dict.fromkeys([*before, *after]):
             one = Difference(key=path, old=before.get(path), new=after.get(path))
-            if one.old == one.new or any(_is_within(path, free) for free in FREE):
+            if one.old == one.new or any(_is_within(path, other) for other in free):
                 continue
             same = (path.rpartition(".")[2], repr(one.old), repr(one.new))
             if same not in named:
                 found.append(one)
             named.add(same)
-    return found + _shorter(old, new)
-
-
-def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
-    """Every setting that differs, decisive or not."""
-    before, after = (dict(leaf for key in config for leaf in _leaves(str(key), config[key])) for config in (old, new))
-    return [
-        Difference(key=path, old=before.get(path), new=after.get(path))
-        for path in dict.fromkeys([*before, *after])
-        if before.get(path) != after.get(path)
-    ]
+    return found
 
 
 def refuse(found: Sequence[Difference], accepted: Sequence[str], *, of: str) -> None:

@@ -326,6 +326,24 @@ def test_a_closed_pager_is_no_error(words: str) -> None:
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
+def test_help_lists_every_group_as_hydra_does(capfd: pytest.CaptureFixture[str], workplace: Path) -> None:
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra._internal.utils import create_config_search_path
+
+    folder = workplace / "mine" / "optimizer"
+    folder.mkdir(parents=True)
+    (folder / "sgd.yaml").write_text("{}\n")
+    code, out, _ = run(capfd, "train", "--config-dir", "mine", "optimizer=sgd", "--help")
+    assert code == 0
+    loader = ConfigLoaderImpl(create_config_search_path("pkg://lit_pretrain.conf"))
+    for group in loader.list_groups(""):
+        options = loader.get_group_options(group)
+        if group != "hydra" and options:
+            mine = ["sgd"] if group == "optimizer" else []
+            assert f"\n{group}: {', '.join(sorted([*options, *mine]))}\n" in out
+    assert "\noptimizer: {}\n" in out
+
+
 def test_info(workplace: Path) -> None:
     words = [sys.executable, "-m", "lit_pretrain.cli", *TRAIN, "--info", "defaults", "seed=1"]
     out = subprocess.run(words, check=True, capture_output=True, text=True, cwd=workplace).stdout
