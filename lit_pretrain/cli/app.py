@@ -141,6 +141,8 @@ def _run(verb: str, job: Callable[..., Any], argv: list[str], note: Path) -> int
     except Terminated as e:
         return _complain(f"stopped by {signal.Signals(e.signum).name}.", code=128 + e.signum)
     except Preempted as e:
+        if not ranks.is_rank_zero():
+            return e.EXIT_CODE
         return _complain(f"{e}. Go on with:\n  {_go_on(e, argv)}", code=e.EXIT_CODE)
     except SystemExit as e:  # a flag with a wrong value, by argparse
         return e.code if isinstance(e.code, int) else 1

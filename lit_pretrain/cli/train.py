@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lit_pretrain.cli import agree, checks, launch, merging, ranks, report, resolvers, resume
-from lit_pretrain.cli.claim import InUseError, claimed, earlier_curves
+from lit_pretrain.cli.claim import claimed, earlier_curves
 from lit_pretrain.cli.resolvers import resolve
 from lit_pretrain.errors import ConfigError
 
@@ -54,14 +54,19 @@ def job(config: DictConfig) -> float | None:
     hydra_config = HydraConfig.get()
     run_dir = Path(hydra_config.runtime.output_dir)
     multirun = hydra_config.mode is not None and hydra_config.mode.name == "MULTIRUN"
-    if ranks.is_rank_zero():
+    begun: list[bool] = []
+
+    def begin() -> None:
         report.clear(run_dir)
+        begun.append(True)
+
     try:
-        result = _run(config, run_dir, multirun=multirun)
+        result = _run(config, run_dir, multirun=multirun, begin=begin)
         optimised = multirun and not str(hydra_config.sweeper._target_).endswith(".BasicSweeper")
         return _metric(OmegaConf.select(config, "optimized_metric"), result["metrics"], needed=optimised)
     except Exception as e:
-        if ranks.is_rank_zero() and (multirun or not isinstance(e, InUseError)):
+        # A run that was refused leaves the folder of an earlier one alone; the report of a sweep needs every failure.
+        if begun or (multirun and ranks.is_rank_zero()):
             with suppress(OSError):  # a full disk must not hide what went wrong
                 report.write(run_dir, words_of(hydra_config), e)
         if multirun:
@@ -80,7 +85,7 @@ def _metric(name: str | None, metrics: Mapping[str, float | None], *, needed: bo
     return None
 
 
-def _run(config: DictConfig, run_dir: Path, *, multirun: bool) -> dict[str, Any]:
+def _run(config: DictConfig, run_dir: Path, *, multirun: bool, begin: Callable[[], None]) -> dict[str, Any]:
     outer = ranks.external()
     named = OmegaConf.to_container(config, resolve=False)["run_id"] != FRESH  # type: ignore[call-overload, index]
     speaks = outer is None or outer.rank == 0
@@ -115,6 +120,7 @@ def _run(config: DictConfig, run_dir: Path, *, multirun: bool) -> dict[str, Any]
             return resume.read_result(run_dir)
         plain["run"] |= {"checkpoint": decided["checkpoint"]}
         if speaks:
+            begin()
             save_for_hydra(config, run_dir)
             save(plain, run_dir / launch.RESOLVED)
         if outer is None and not plain["run"]["inline"]:
