@@ -32,6 +32,10 @@ class Plain(pl.LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
+    def on_train_end(self):  # in the rank itself: after spawn and fork the program's own trainer has not trained
+        if self.global_rank == 0:
+            print("done", self.trainer.global_step, flush=True)
+
 def main():
     pl.seed_everything(1, verbose=False)
     how = sys.argv[1]
@@ -40,8 +44,6 @@ def main():
     trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, logger=False,
                          enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
     trainer.fit(Plain(), data)
-    if trainer.is_global_zero:
-        print("done", trainer.global_step, flush=True)
 
 if __name__ == "__main__":
     main()
@@ -53,7 +55,7 @@ def test_lightnings_own_launchers(tmp_path: Path, how: str) -> None:
     (tmp_path / "run.py").write_text(SCRIPT)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "run.py", how]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "done 2" in done.stdout
 
@@ -62,6 +64,6 @@ def test_torchrun(tmp_path: Path) -> None:
     (tmp_path / "run.py").write_text(SCRIPT)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "run.py", "name"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "done 2" in done.stdout
