@@ -111,9 +111,9 @@ def test_activations_by_hand_are_those_of_the_literature() -> None:
 
 
 def gpt_1m() -> GPTConfig:
-    path = Path(__file__).parents[3] / "conf" / "model" / "gpt-1m.yaml"
-    fields = yaml.safe_load(path.read_text())
-    del fields["_target_"]
+    folder = Path(__file__).parents[3] / "conf" / "model"
+    fields = yaml.safe_load((folder / "gpt.yaml").read_text()) | yaml.safe_load((folder / "gpt-1m.yaml").read_text())
+    del fields["_target_"], fields["defaults"]
     return GPTConfig(**fields)
 
 
