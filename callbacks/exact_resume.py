@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
@@ -65,6 +66,7 @@ class ExactResume(Callback):
         self._start_loaders: list[Any] = []
         self._versions: list[int] = []
         self._before_validation: _random.State | None = None
+        self._before_inner_validation: dict[str, Any] = {}  # states of callbacks, by their keys
         self._replay = EpochReplay()
         # What a checkpoint said, until it is used.
         self._restored: dict[str, Any] | None = None
@@ -88,6 +90,7 @@ class ExactResume(Callback):
             _compat_loops.write_place(loops, at, epoch=epoch, fresh=at.batches[1] == 0)
             _compat_loops.set_loader_states(loops, self._start_loaders)
             checkpoint["global_step"] = at.steps[0]
+            checkpoint.get("callbacks", {}).update(self._before_inner_validation)
         else:
             at, epoch = self._closed_place(trainer), self._epoch(trainer)
             owes = epoch is not Epoch.ENDED and not self._fresh and self._owes_validation(trainer)
@@ -230,6 +233,7 @@ class ExactResume(Callback):
         if self._open:
             return
         self._open, self._stepped, self._fresh = True, False, False
+        self._before_inner_validation = {}
         self._start = _compat_loops.place(trainer, unread=1)
         self._start_random = _random.capture()
         self._versions = _compat.versions(trainer)
@@ -244,6 +248,16 @@ class ExactResume(Callback):
             return
         self._open = self._stepped = self._validated = False
         self._keep_loader_states(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A validation inside a window is run again by a run that goes on from the window's start.
+
+        Whatever it makes callbacks believe (EarlyStopping counts it) must not be in the checkpoint then.
+        """
+        if self._open and not trainer.sanity_checking and not self._before_inner_validation:
+            watching = [c for c in trainer.callbacks if not isinstance(c, Checkpoint)]  # type: ignore[attr-defined]
+            states = {c.state_key: deepcopy(c.state_dict()) for c in watching}
+            self._before_inner_validation = {key: state for key, state in states.items() if state}
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Training goes on with the random state it had."""

@@ -108,8 +108,9 @@ def test_saved_by_anybody_in_any_hook(root, tmp_path):
 @pytest.mark.parametrize("interval", [6, 8, 5], ids=["at epoch ends", "not at epoch ends", "inside windows"])
 @pytest.mark.parametrize("length", [{}, {"max_steps": -1, "max_epochs": 2}], ids=["steps", "epochs"])
 def test_saved_in_every_hook(root, tmp_path, interval, length):
-    names = resumes_exactly(root, tmp_path, stride=1, val_check_interval=interval, **length)
-    assert len(names) > 120
+    """Every fifth of the hooks' calls: 5 divides neither the hooks of an update nor the updates of an epoch."""
+    names = resumes_exactly(root, tmp_path, stride=5, offset=interval, val_check_interval=interval, **length)
+    assert len(names) > 20
 
 
 def test_validation_leaves_no_trace_in_the_random_state(root, tmp_path):
@@ -119,6 +120,17 @@ def test_validation_leaves_no_trace_in_the_random_state(root, tmp_path):
     losses = [[x["loss"] for x in events(tmp_path / name) if "update" in x] for name in "ab"]
     assert losses[0] == losses[1]
     assert len(set(losses[0])) == 8
+
+
+def test_a_validation_inside_a_window_counts_once(root, tmp_path):
+    """Validation after the fifth microbatch, saved before the sixth, the last of its window: it is run again."""
+    settings = {"val_check_interval": 5, "max_steps": 4}
+    save = saver(tmp_path / "saved", stride=6)
+    whole = resumable.run(root, str(tmp_path / "a"), callbacks=[save], **settings)
+    path = str(tmp_path / "saved" / "on_train_batch_start-006.ckpt")
+    again = resumable.run(root, str(tmp_path / "b"), ckpt_path=path, **settings)
+    assert [x["validated"] for x in events(tmp_path / "b") if "validated" in x] == [2]
+    assert again == whole
 
 
 def test_counts_stand_at_the_boundary(root, tmp_path):
