@@ -89,7 +89,7 @@ class RankPool:
         fn: Callable[..., T],
         /,
         *args: Any,
-        timeout_s: float = 90.0,
+        timeout_s: float = 300.0,
         init: bool = False,
     ) -> list[T]:
         """Call ``fn(*args)`` on every rank; the results in order of rank.
