@@ -77,16 +77,18 @@ def peer_load(path: Path, checksum: str) -> Any:
     return torch.load(path, weights_only=True)
 
 
-def _interleaved(contenders: Mapping[str, Callable[[], object]], *, repeats: int) -> dict[str, list[float]]:
+def _interleaved(
+    contenders: Mapping[str, Callable[[], object]], *, repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
     """Seconds of each contender in every round; the order turns with the rounds, and one round warms up."""
     names = list(contenders)
     out: dict[str, list[float]] = {name: [] for name in names}
     for repeat in range(repeats + 1):
         first = repeat % len(names)
         for name in names[first:] + names[:first]:
-            started = time.perf_counter()
+            started = clock()
             kept = contenders[name]()
-            spent = time.perf_counter() - started
+            spent = clock() - started
             del kept  # giving memory back is nobody's cost
             if repeat:
                 out[name].append(spent)
@@ -115,6 +117,7 @@ def bandwidth(folder: Path, *, repeats: int = 9) -> dict[str, Any]:
         "verify, folder": lambda: verify(ours),
     }
     times = _interleaved(contenders, repeats=repeats)
+    work = _interleaved(contenders, repeats=3, clock=time.process_time)
     return {
         "bytes": size,
         "tensors": len(tensors),
@@ -122,6 +125,7 @@ def bandwidth(folder: Path, *, repeats: int = 9) -> dict[str, Any]:
         "median_s": {name: statistics.median(values) for name, values in times.items()},
         "fastest_s": {name: min(values) for name, values in times.items()},
         "slowest_s": {name: max(values) for name, values in times.items()},
+        "median_cpu_s": {name: statistics.median(values) for name, values in work.items()},
         "save_ratio": _against(times, "save, folder", "save, torch.save"),
         "load_ratio": _against(times, "load, folder", "load, torch.load"),
     }
@@ -136,25 +140,27 @@ def stall(folder: Path, *, repeats: int = 9) -> dict[str, Any]:
     tensors = state()
     buffers = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
     writer = BackgroundWriter()
-    times: dict[str, list[float]] = {"call": [], "copy": []}
+    times: dict[str, list[float]] = {"call": [], "copy": [], "call cpu": [], "copy cpu": []}
     for repeat in range(repeats + 1):  # the first pays for the memory, once in a run
         for name in ("call", "copy") if repeat % 2 else ("copy", "call"):
-            started = time.perf_counter()
+            started, worked = time.perf_counter(), time.thread_time()
             if name == "call":
                 facts = CheckpointFacts(global_step=repeat)
                 writer.save(folder / "background", tensors=tensors, tree={"epoch": 1}, facts=facts)
             else:
                 for key, tensor in tensors.items():
                     buffers[key].copy_(tensor)
-            spent = time.perf_counter() - started
+            spent, work = time.perf_counter() - started, time.thread_time() - worked
             if repeat:
                 times[name].append(spent)
+                times[f"{name} cpu"].append(work)
             writer.wait()  # else a copy would be measured next to the writing of the save before
     writer.close()
     return {
         "call_s": statistics.median(times["call"]),
         "copy_s": statistics.median(times["copy"]),
         "ratio": statistics.median(a / b for a, b in zip(times["call"], times["copy"], strict=True)),
+        "cpu_ratio": statistics.median(a / b for a, b in zip(times["call cpu"], times["copy cpu"], strict=True)),
     }
 
 
@@ -190,16 +196,19 @@ def table(figures: dict[str, Any]) -> str:
     """The figures for people."""
     found = figures["bandwidth"]
     megabytes = found["bytes"] / 1e6
-    lines = [f"{megabytes:.0f} MB in {found['tensors']} tensors, {found['checksum']}{'MB/s':>20}   (slowest - fastest)"]
+    head = f"{megabytes:.0f} MB in {found['tensors']} tensors, {found['checksum']}"
+    lines = [f"{head:<40} {'MB/s':>10}   (slowest - fastest){'CPU s':>10}"]
     for name, seconds in found["median_s"].items():
         low, high = megabytes / found["slowest_s"][name], megabytes / found["fastest_s"][name]
-        lines.append(f"{name:<40} {megabytes / seconds:>10.0f}   ({low:.0f} - {high:.0f})")
+        spread, work = f"({low:.0f} - {high:.0f})", found["median_cpu_s"][name]
+        lines.append(f"{name:<40} {megabytes / seconds:>10.0f}   {spread:<19}{work:>10.2f}")
     stalled = figures["stall"]
     lines += [
         f"saving is {found['save_ratio']:.2f} and loading {found['load_ratio']:.2f} times as fast as the peer; "
         f"wanted at least {figures['targets']['bandwidth']}",
         f"a save in the background keeps the caller {stalled['call_s'] * 1e3:.0f} ms: {stalled['ratio']:.2f} copies of "
-        f"the state ({stalled['copy_s'] * 1e3:.0f} ms); wanted at most {figures['targets']['stall']}",
+        f"the state ({stalled['copy_s'] * 1e3:.0f} ms); wanted at most {figures['targets']['stall']}; "
+        f"{stalled['cpu_ratio']:.2f} in CPU time",
         "hashing, one thread, GB/s: " + ", ".join(f"{k} {v:.2f}" for k, v in figures["checksums_gb_per_s"].items()),
         f"medians of {figures['repeats']}, in turns",
     ]

@@ -42,6 +42,15 @@ class FolderCheckpointIO(CheckpointIO):
         self._threads = threads
         self._writer = BackgroundWriter(threads=threads)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Launchers that spawn ranks pickle the Trainer; a thread cannot travel, so its save is waited for."""
+        self.wait()
+        return {"background": self.background, "threads": self._threads}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.background, self._threads = state["background"], state["threads"]
+        self._writer = BackgroundWriter(threads=self._threads)
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Save Lightning's checkpoint dict as a folder.
 

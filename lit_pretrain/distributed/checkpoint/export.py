@@ -13,17 +13,16 @@ unpickles the folder's index freely, so only use it on a folder of your own.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from lit_pretrain.distributed.checkpoint import files
 from lit_pretrain.distributed.checkpoint.contents import read_checkpoint
 from lit_pretrain.distributed.checkpoint.manifest import CheckpointError
+from lit_pretrain.distributed.checkpoint.tensors import Stream
 from lit_pretrain.errors import ConfigError
 
 MODEL = "model."  # of a checkpoint's names
@@ -69,13 +68,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     temporary = given.out.with_name(files.temporary_name(given.out.name))
     try:
-        with open(temporary, "xb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
+        sink = files.Sink(temporary)
+        try:
+            Stream(sink).save(state)
+            sink.finish()
+        finally:
+            sink.close()
         temporary.replace(given.out)
-    except (OSError, RuntimeError) as e:  # a full disk is a RuntimeError to torch
-        print(f"error: {given.out} could not be written ({e}).", file=sys.stderr)
+        files.sync_folder(given.out.parent)
+    except OSError as e:
+        print(f"error: {given.out} could not be written ({e.strerror}).", file=sys.stderr)
         return 1
     finally:
         temporary.unlink(missing_ok=True)

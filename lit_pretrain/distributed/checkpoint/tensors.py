@@ -27,14 +27,15 @@ FILE_BYTES = 1 << 26  # of tensors in one file: while one is brought to the disk
 METADATA = ".metadata"
 
 
-class _Stream:
-    """What torch.save writes into. It never raises, as torch's C++ writer ends the process or hides the reason."""
+class Stream:
+    """What torch.save writes into. It keeps an error for later: torch.save turns most into "unexpected pos"."""
 
     def __init__(self, sink: files.Sink) -> None:
         self._sink = sink
         self.error: BaseException | None = None
 
     def write(self, data: Any) -> int:
+        """Take everything; after an error, in vain."""
         if self.error is None:
             try:
                 return self._sink.write(data)
@@ -43,7 +44,13 @@ class _Stream:
         return memoryview(data).nbytes
 
     def flush(self) -> None:
-        pass
+        """Nothing: the sink is finished by whoever opened it."""
+
+    def save(self, value: Any) -> None:
+        """torch.save, and the error that writing met, as it was."""
+        torch.save(value, self)  # type: ignore[arg-type]  # write and flush are all it needs
+        if self.error is not None:
+            raise self.error
 
 
 class Writer(FileSystemWriter):
@@ -108,11 +115,9 @@ class Writer(FileSystemWriter):
             for part in (around[0], raw(tensor), around[1]):
                 sink.write(part)
             return
-        stream = _Stream(sink)
+        stream = Stream(sink)
         with without_crc():
-            torch.save(tensor, stream)  # type: ignore[arg-type]  # write and flush are all it needs
-        if stream.error is not None:
-            raise stream.error
+            stream.save(tensor)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index. Rank 0 only."""

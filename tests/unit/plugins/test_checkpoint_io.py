@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import threading
 
 import pytest
@@ -277,6 +278,17 @@ def test_a_full_disk_ends_the_run_with_the_reason(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="No space left"):
         run.fit(Scheduled(), loader())
     assert run.global_step == 4
+
+
+def test_it_travels_to_spawned_ranks(tmp_path):
+    plugin = FolderCheckpointIO(background=True, threads=1)
+    plugin.save_checkpoint({"global_step": 1}, tmp_path / "c")
+    other = pickle.loads(pickle.dumps(plugin))
+    assert verify(tmp_path / "c").global_step == 1
+    other.save_checkpoint({"global_step": 2}, tmp_path / "d")
+    other.teardown()
+    assert verify(tmp_path / "d").global_step == 2
+    assert other.background
 
 
 def test_tensors_go_to_the_device_asked_for(tmp_path):

@@ -57,4 +57,4 @@ def test_a_damaged_folder_is_an_error_and_no_file(saved, tmp_path, capsys):
 
 def test_a_file_that_cannot_be_written(saved, tmp_path, capsys):
     assert main([str(tmp_path / "c"), str(tmp_path / "none" / "w.pt")]) == 1
-    assert "could not be written" in capsys.readouterr().err
+    assert "could not be written (No such file or directory)" in capsys.readouterr().err
