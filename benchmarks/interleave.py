@@ -1,14 +1,15 @@
-"""Times contenders in turns, one at a time, each in a process of its own.
+"""Times contenders in turns, one at a time: each in a process of its own, or plain steps in one process.
 
-Machines are noisy: a figure is only worth something as a ratio from runs that were interleaved. Each contender is a
-function ``contender(gate)`` that calls ``gate()`` once per step, anywhere in its loop; the call returns when it is that
-contender's turn. The time of a step is the time from one return of ``gate`` to the next call of it.
+Machines are noisy: a figure is only worth something as a ratio from runs that were interleaved. In :func:`race`, each
+contender is a function ``contender(gate)`` that calls ``gate()`` once per step, anywhere in its loop; the call returns
+when it is that contender's turn. The time of a step is the time from one return of ``gate`` to the next call of it.
 """
 
 from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -114,6 +115,44 @@ def race(
             process.join(5)
             if process.is_alive():
                 process.kill()
+    return out
+
+
+def race_here(
+    steps: Mapping[str, Callable[[], object]], *, rounds: int, repeats: int = 1, warmup: int = 2, threads: int = 2
+) -> dict[str, list[float]]:
+    """Mean time of every round, per contender, all in this process.
+
+    For contenders that may share one: where a process happens to get its memory moves its matrix products by several
+    per cent for as long as it lives, which :func:`race` cannot tell from a difference between contenders.
+
+    Args:
+        steps: What to time, by name.
+        rounds: Each gives one figure per contender.
+        repeats: Steps of every contender in a round, one at a time, in an order drawn anew for each.
+        warmup: Steps before the first round.
+        threads: Torch threads; the former number is restored.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    draw = random.Random(0)
+    out: dict[str, list[float]] = {name: [] for name in steps}
+    try:
+        for name in [*steps] * warmup:
+            steps[name]()
+        for _ in range(rounds):
+            seconds = dict.fromkeys(steps, 0.0)
+            for _ in range(repeats):
+                for name in draw.sample([*steps], len(steps)):
+                    started = time.perf_counter()
+                    steps[name]()
+                    seconds[name] += time.perf_counter() - started
+            for name, total in seconds.items():
+                out[name].append(total / repeats)
+    finally:
+        torch.set_num_threads(before)
     return out
 
 
