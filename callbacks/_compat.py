@@ -114,6 +114,11 @@ def after_save(trainer: Trainer, work: Callable[[], object]) -> None:
 
 
 def wait_for_save(trainer: Trainer) -> None:
+def save_has_failed(trainer: Trainer) -> bool:
+    """Whether a save in the background failed and nobody was told; of the rank that writes."""
+    return bool(getattr(trainer.strategy.checkpoint_io, "failed", False))
+
+
     """Return when the last checkpoint is on the disk; an error of a save in the background is raised here."""
     wait = getattr(trainer.strategy.checkpoint_io, "wait", None)
     if wait is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -12,6 +13,18 @@ from lit_pretrain.callbacks import _compat
 from lit_pretrain.distributed.checkpoint import catalog
 
 _NAME = re.compile(r"step-(\d+)\.ckpt")
+
+
+def problem_with(folder: Path) -> str:
+    """Why no checkpoint could be written into a folder; empty when nothing stands in the way. Makes nothing."""
+    for place in (folder, *folder.parents):
+        if place.is_symlink() and not place.exists():
+            return f"{place} is a link to nothing"
+        if place.exists():
+            if not place.is_dir():
+                return f"{place} is a file"
+            return "" if os.access(place, os.W_OK | os.X_OK) else f"{place} may not be written to"
+    return ""
 
 
 def prune(folder: Path, trainer: Trainer, *, keep_last: int, keep_every: int | None, keep: Collection[str]) -> None:

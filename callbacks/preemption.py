@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lit_pretrain.callbacks import _compat, _compat_loops, _slurm
+from lit_pretrain.callbacks import _compat, _compat_loops, _saving, _slurm
 from lit_pretrain.callbacks._agreement import Agreement
 from lit_pretrain.callbacks.order import Order, move_to_end
 from lit_pretrain.callbacks.run_checkpoint import FOLDER, RunCheckpoint
@@ -130,7 +130,7 @@ class PreemptionCheckpoint(Callback):
     def _stop(self, trainer: Trainer, received: int) -> None:
         name = signal.Signals(received).name
         path = self._save(trainer)
-        _compat.wait_for_save(trainer)
+        _saving.wait(trainer)
         trainer.strategy.barrier("preemption")  # a requeue kills every rank
         self.preempted_at = trainer.global_step
         requeued = False
@@ -148,7 +148,7 @@ class PreemptionCheckpoint(Callback):
         folder = self.dirpath or Path(theirs[0] if theirs else Path(trainer.default_root_dir) / FOLDER)
         path = folder / f"step-{trainer.global_step:08d}{_compat.checkpoint_suffix(trainer)}"
         path = Path(trainer.strategy.broadcast(str(path.absolute())))
-        trainer.save_checkpoint(path, weights_only=False)
+        _saving.save(trainer, path)
         return path
 
     def _end(self, trainer: Trainer) -> None:

@@ -15,14 +15,14 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lit_pretrain.callbacks import _compat, _compat_loops, _keeping
+from lit_pretrain.callbacks import _compat, _compat_loops, _keeping, _saving
 from lit_pretrain.callbacks._agreement import Agreement
 from lit_pretrain.callbacks._record import write_facts
 from lit_pretrain.callbacks.exact_resume import ExactResume
 from lit_pretrain.errors import ConfigError, Preempted
 
 FOLDER = "checkpoints"
-_MINUTES = "minutes"
+_MINUTES, _FAILED = "minutes", "a save failed"
 
 
 class RunCheckpoint(Checkpoint):
@@ -33,6 +33,8 @@ class RunCheckpoint(Checkpoint):
     ``last_model_path`` are there, and ``ckpt_path="best"`` works.
 
     Args:
+    A save that fails ends the run on every rank: at once, or at the next boundary when it ran in the background.
+
         dirpath: Where to save; None is ``checkpoints`` in the trainer's ``default_root_dir``.
         every_n_steps: Save after every so many updates.
         every_minutes: Save when so many minutes have passed since the last time, by the clock of rank 0. Both may be
@@ -127,6 +129,9 @@ class RunCheckpoint(Checkpoint):
         Returns:
             The checkpoint. Under a plugin that saves in the background it may not be complete yet.
         """
+
+        Raises:
+            ConfigError: On every rank, when it could not be written, or the one before in the background.
         step = trainer.global_step
         if self._saved_at == step and self._last is not None:
             return self._folder / self._last
@@ -137,7 +142,7 @@ class RunCheckpoint(Checkpoint):
         if self._better:
             self._best, self._better = name, False
         try:
-            trainer.save_checkpoint(self._folder / name, weights_only=False)
+            _saving.save(trainer, self._folder / name)
         except BaseException:
             self._saved_at, self._last, self._best = before
             raise
@@ -150,9 +155,18 @@ class RunCheckpoint(Checkpoint):
     # ---------------------------------------------------------------- when
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Fix the folder, the same on every rank."""
+        """Fix the folder, the same on every rank.
+
+        Raises:
+            ConfigError: On every rank, when nothing could be written there.
+        """
         folder = self.dirpath if self.dirpath is not None else Path(trainer.default_root_dir) / FOLDER
-        self._folder = Path(trainer.strategy.broadcast(str(folder.expanduser().absolute())))
+        folder = folder.expanduser().absolute()
+        saves = stage == "fit" and not _compat.is_debugging(trainer)
+        place, problem = trainer.strategy.broadcast((str(folder), _keeping.problem_with(folder) if saves else ""))
+        if problem:
+            raise ConfigError(f"callbacks.checkpoint.dirpath={place}: {problem}; name another folder.")
+        self._folder = Path(place)
         if stage == "fit":
             self._reset()
 
@@ -160,8 +174,9 @@ class RunCheckpoint(Checkpoint):
         """Start the clock."""
         self._saved_time = self._clock()
         if self.every_minutes is not None:
-            self.agreement = Agreement.of(trainer)
             self.agreement.ask(_MINUTES, lambda: int(trainer.is_global_zero and self._time_is_up()))
+        self.agreement = Agreement.of(trainer)
+        self.agreement.ask(_FAILED, lambda: int(_compat.save_has_failed(trainer)))
         if self.save_on_exception and trainer.world_size > 1 and dist.is_initialized():
             self._group = dist.new_group(backend="gloo")
 
@@ -177,7 +192,9 @@ class RunCheckpoint(Checkpoint):
             return
         self._in_window = False
         step = trainer.global_step
-        if self.agreement is not None and self.agreement.at_update(_MINUTES, step=_compat_loops.batches_ready(trainer)):
+        if self._agreed(trainer, _FAILED):
+            _saving.wait(trainer)  # raises what rank 0 knows
+        if self._agreed(trainer, _MINUTES):
             # The answer is one update old: right after a save it still says that it is time. Ask rank 0 again.
             self._due = bool(trainer.strategy.broadcast(self._time_is_up())) or self._due
         if self.every_n_steps is not None and step % self.every_n_steps == 0 and step != self._saved_at:
@@ -205,8 +222,10 @@ class RunCheckpoint(Checkpoint):
         """Save the end."""
         if self.save_at_end and not _compat.is_debugging(trainer) and trainer.global_step > 0:
             self.save(trainer, reason="end")
-        _compat.wait_for_save(trainer)
-        self._close()
+        _saving.wait(trainer)
+        if self.agreement is not None:
+            self.agreement.close()
+        self.agreement = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save what there is, if it is whole on every rank."""
@@ -214,12 +233,13 @@ class RunCheckpoint(Checkpoint):
         try:
             if self.save_on_exception and not hopeless and self._can_save_now(trainer):
                 path = self.save(trainer, reason="exception")
-                _compat.wait_for_save(trainer)
+                _saving.wait(trainer)
                 rank_zero_info(f"Saved {path} after {type(exception).__name__}.")
         except Exception as error:  # the first exception is the one that matters
             rank_zero_warn(f"Nothing could be saved after {type(exception).__name__}: {error}")
         finally:
-            self._close()
+            self.agreement = None  # what is on its way may wait for a rank that has gone
+            _saving.settle(trainer)
 
     # ---------------------------------------------------------------- state
 
@@ -254,6 +274,11 @@ class RunCheckpoint(Checkpoint):
 
     def _time_is_up(self) -> bool:
         return self.every_minutes is not None and self._clock() - self._saved_time >= 60 * self.every_minutes
+
+    def _agreed(self, trainer: Trainer, question: str) -> bool:
+        if self.agreement is None:
+            return False
+        return bool(self.agreement.at_update(question, step=_compat_loops.batches_ready(trainer)))
 
     def _improved(self, trainer: Trainer) -> bool:
         assert self.monitor is not None
@@ -298,8 +323,3 @@ class RunCheckpoint(Checkpoint):
         if trainer.is_global_zero:
             keep = {name for name in (self._best, self._last) if name is not None}
             _keeping.prune(self._folder, trainer, keep_last=self.keep_last, keep_every=self.keep_every, keep=keep)
-
-    def _close(self) -> None:
-        if self.agreement is not None:
-            self.agreement.close()
-        self.agreement = None

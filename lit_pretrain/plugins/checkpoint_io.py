@@ -112,10 +112,8 @@ class FolderCheckpointIO(CheckpointIO):
     def after_save(self, work: Callable[[], object]) -> None:
         """Do something that relies on the last checkpoint, such as removing older ones.
 
-        At once when no save runs; otherwise in its thread, when it has succeeded, or not at all.
-
-        Raises:
-            CheckpointError: The last save failed, and nobody was told yet.
+        At once when no save runs; otherwise in its thread, when it has succeeded. Not at all after a failed one, whose
+        error is left to the next save.
         """
         self._writer.after(work)
 
@@ -138,6 +136,11 @@ class FolderCheckpointIO(CheckpointIO):
 
 def _local(path: str | Path) -> Path:
     if "://" in str(path):
+    @property
+    def failed(self) -> bool:
+        """Whether a save in the background failed and the error was not raised yet; of ranks that write."""
+        return self._writer.failed
+
         raise CheckpointError(f"{path} is not a local path; FolderCheckpointIO writes to local file systems only.")
     return Path(path)
 

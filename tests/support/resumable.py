@@ -223,7 +223,7 @@ def run(
     if kill is not None:
         everything.append(Kill(*kill))
     module = gpt(dropout=dropout)
-    plugins = [FolderCheckpointIO()] if folders else None
+    plugins = settings.pop("plugins", [FolderCheckpointIO()] if folders else None)
     fit = trainer(folder, everything, accumulate_grad_batches=accumulation, plugins=plugins, **settings)
 
     fit.fit(module, datamodule=data, ckpt_path=newest(folder) if ckpt_path == "newest" else ckpt_path)

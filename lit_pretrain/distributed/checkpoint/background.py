@@ -47,6 +47,12 @@ class BackgroundWriter:
         with self._lock:
             return self._folder if self._running else None
 
+    @property
+    def failed(self) -> bool:
+        """Whether the last save failed and nobody was told; asks no thread to end."""
+        with self._lock:
+            return self._error is not None
+
     def save(
         self,
         folder: Path,
@@ -84,16 +90,15 @@ class BackgroundWriter:
     def after(self, work: Callable[[], object]) -> None:
         """Do something that relies on the last save: in its thread once it has succeeded, at once when none runs.
 
-        After a failed save it is not done at all.
-
-        Raises:
-            CheckpointError: The last save failed, and nobody was told yet.
+        After a failed save it is not done at all. The error is left to ``save`` and ``wait``, which every rank of a
+        training calls, while whoever calls this is often one of them alone.
         """
         with self._lock:
             if self._running:
                 self._afterwards.append(work)
                 return
-        self.wait()
+            if self._error is not None:
+                return
         work()
 
     def _write(self, folder: Path, packed: Packed) -> None:

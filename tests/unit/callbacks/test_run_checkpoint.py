@@ -222,13 +222,49 @@ def test_weights_that_are_not_numbers_are_not_saved(tmp_path):
 
 
 def test_a_save_that_fails_after_an_exception_does_not_hide_it(tmp_path):
-    (tmp_path / "checkpoints").write_text("a file where the folder should be")
-    boom = Boom("on_train_batch_start", 3, RuntimeError("boom"))
+
+    class InTheWay(Boom):
+        def _raise(self, fit, *_):
+            if fit.global_step == self.step:
+                (tmp_path / "checkpoints").write_text("a file where the folder should be")
+            super()._raise(fit)
+
+    boom = InTheWay("on_train_batch_start", 3, RuntimeError("boom"))
     with (
         pytest.warns(UserWarning, match="Nothing could be saved after RuntimeError"),
         pytest.raises(RuntimeError, match="boom"),
     ):
         fit(tmp_path, RunCheckpoint(), boom)
+
+
+WAYS = {
+    "a file": (lambda path: (path.parent.mkdir(), path.write_text("")), "is a file"),
+    "a file above": (lambda path: path.parent.write_text(""), "is a file"),
+    "a link to nothing": (lambda path: (path.parent.mkdir(), path.symlink_to("nowhere")), "is a link to nothing"),
+    "a read-only place": (None, "may not be written to"),
+}
+
+
+@pytest.mark.parametrize(("make", "says"), WAYS.values(), ids=WAYS)
+def test_a_place_that_takes_no_checkpoint_is_refused_before_the_first_step(tmp_path, monkeypatch, make, says):
+    folder = tmp_path / "run" / "checkpoints"
+    if make is None:
+        monkeypatch.setattr(os, "access", lambda path, mode: False)  # tests may run as root, who may do everything
+    else:
+        make(folder)
+    with pytest.raises(ConfigError, match=f"callbacks.checkpoint.dirpath=.*{says}; name another folder"):
+        fit(tmp_path, RunCheckpoint(folder), Boom("on_train_batch_start", 0, AssertionError("a step")), validate=0)
+    fit(tmp_path, RunCheckpoint(folder), validate=0, fast_dev_run=True, max_steps=1)  # saves nothing
+
+
+def test_a_link_to_another_disk_is_a_folder(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "disk")
+    saver = RunCheckpoint(every_n_steps=2, keep_last=1)
+    fit(tmp_path, saver, validate=0, max_steps=4, folders=True)
+    assert [p.name for p in (tmp_path / "disk").iterdir()] == ["step-00000004"]
+    path = catalog.newest(tmp_path / "checkpoints").path
+    assert fit(tmp_path, RunCheckpoint(), validate=0, max_steps=6, folders=True, path=path).global_step == 6
 
 
 def test_alone_it_saves_at_boundaries_only(tmp_path):
