@@ -11,6 +11,7 @@ from lit_pretrain.callbacks.learning_rate import LearningRateSchedule
 from lit_pretrain.callbacks.order import Order, sort_callbacks
 from lit_pretrain.callbacks.preemption import PreemptionCheckpoint
 from lit_pretrain.callbacks.progress import PretrainProgress
+from lit_pretrain.callbacks.rollback import LossSpikeRollback
 from lit_pretrain.callbacks.run_checkpoint import RunCheckpoint
 from lit_pretrain.callbacks.run_record import RunRecord
 from lit_pretrain.callbacks.schedules import (
@@ -29,6 +30,7 @@ __all__ = [
     "ExactResume",
     "GradientClipping",
     "LearningRateSchedule",
+    "LossSpikeRollback",
     "Order",
     "PreemptionCheckpoint",
     "PretrainProgress",

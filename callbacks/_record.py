@@ -40,7 +40,7 @@ def write_facts(trainer: Trainer, checkpoint: dict[str, Any], *, reason: str, mo
         "updates_read": at.windows if exact is None else exact["windows"],
         "reason": reason,
         "monitors": monitors,
-        "ledger_length": 0,
+        "ledger_length": _ledger_length(trainer),
     }
 
 
@@ -48,3 +48,8 @@ def _plain(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def _ledger_length(trainer: Trainer) -> int:
+    """Jumps that the run has made over bad data."""
+    return max((len(getattr(c, "ledger", ())) for c in trainer.callbacks), default=0)  # type: ignore[attr-defined]

@@ -49,6 +49,9 @@ class GradientClipping(Callback):
         non_finite: ``error``, ``skip`` or ``ignore``.
         max_consecutive_skips: So many skips in a row stop the run.
 
+    Attributes:
+        norm: Of the newest update, before clipping, a 0-d tensor on its device; None before the first.
+
     Raises:
         ConfigError: Before the first step, if ``Trainer(gradient_clip_val=...)`` clips too, or if the strategy shards
             gradients without a norm of its own.
@@ -78,6 +81,7 @@ class GradientClipping(Callback):
         self.non_finite = non_finite
         self.max_consecutive_skips = max_consecutive_skips
         self.skipped_updates = 0
+        self.norm: Tensor | None = None
         self._consecutive = 0
         self._updates = 0
         self._share: Tensor | float = 0.0
@@ -112,6 +116,7 @@ class GradientClipping(Callback):
             norm: Tensor = trainer.strategy.global_grad_norm(parameters)
         else:
             norm = global_norm([p.grad for p in parameters])
+        self.norm = norm
         judged = scaler is None and self.non_finite != "ignore"
         if judged and not self._let_through(norm, parameters, trainer, pl_module):
             self._log(trainer, norm=None)

@@ -86,8 +86,16 @@ class RunCounters(Callback):
             self._add_time(trainer)
 
     def rewind(self, *, updates: int, tokens: float) -> None:
-        """Take back what a rollback undid; what was read and spent stays."""
+        """Take back what a rollback undid; what was read and spent stays.
+
+        At the end of a window's last batch this counts for that window too, whether it is counted by then or not.
+        """
         self.updates, self.tokens = updates, tokens
+        self._applied = False
+
+    def leave_out(self, trainer: Trainer, batch: Any) -> None:
+        """A microbatch was read and not trained on."""
+        self.tokens_read += tokens_in(batch, trainer, self.tokens_per_batch) or 0.0
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop counting."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -136,6 +137,16 @@ class ExactResume(Callback):
         if not self._open:
             return True
         return not self._stepped and self._versions == _compat.versions(trainer)
+
+    def rewind(self, *, windows: int) -> None:
+        """The weights went back to an earlier update, in the hook of this window's end; no validation follows.
+
+        Args:
+            windows: The step under which the next update is logged.
+        """
+        if self._start is not None:
+            self._start = replace(self._start, windows=windows - 1)
+        self._validated, self._before_validation = True, None
 
     @property
     def resumed_at(self) -> int | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -65,7 +67,7 @@ class LearningRateSchedule(Callback):
         start_ratio: float | None = None,
         tokens_per_update: int | None = None,
     ) -> None:
-        self.horizon = Horizon(
+        self.horizon = self._given = Horizon(
             warmup_steps=warmup_steps,
             warmup_tokens=warmup_tokens,
             warmup_fraction=warmup_fraction,
@@ -95,6 +97,7 @@ class LearningRateSchedule(Callback):
         self._tokens = 0
         self._rates = GroupRates()
         self._cuts: list[tuple[float, int | None]] = []
+        self._followed: Callable[[int], float] | None = None
         self._trainer_updates: float | None = None  # what the trainer would run, looked up once
         self._restored = False
 
@@ -130,7 +133,31 @@ class LearningRateSchedule(Callback):
         for cut, until in self._cuts:
             if until is None or self._updates < until:
                 value *= cut
-        return value
+        return value if self._followed is None else value * self._followed(self._updates)
+
+    def follow(self, factor: Callable[[int], float] | None) -> None:
+        """Multiply ``factor(applied updates)`` into every rate; None ends it.
+
+        For a factor that its owner can tell at any update of the run: nothing of it is saved here.
+        """
+        self._followed = factor
+
+    def end_at(self, tokens: int) -> None:
+        """Let the curve end after so many tokens that count: who ends the run says when.
+
+        Call it before training starts, or later for a curve that is the same up to here. Nothing of it is saved.
+
+        Raises:
+            ConfigError: The user has given the schedule an end of its own.
+        """
+        given = self._given
+        if given.total_steps is not None or given.total_tokens is not None:
+            name = "total_steps" if given.total_steps is not None else "total_tokens"
+            raise ConfigError(
+                f"schedule.{name}={getattr(given, name)} and the run's budget of {tokens:,} tokens would both say "
+                f"where the learning rate ends; leave schedule.{name} out."
+            )
+        self.horizon = replace(given, total_tokens=tokens)
 
     def cut(self, factor: float, *, until_update: int | None = None) -> None:
         """Multiply all rates by ``factor`` from the next batch on; the cut is saved and survives a resume.

@@ -48,3 +48,22 @@ def move_to_end(trainer: Trainer, callback: Callback) -> None:
     others = [c for c in trainer.callbacks if c is not callback]  # type: ignore[attr-defined]
     saving = [c for c in others if isinstance(c, Checkpoint)]
     trainer.callbacks = [*(c for c in others if c not in saving), callback, *saving]  # type: ignore[attr-defined]
+
+
+def settle(trainer: Trainer) -> None:
+    """Let callbacks with a ``before_save`` finish what a checkpoint has to wait for. Every rank calls it."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        before_save = getattr(callback, "before_save", None)
+        if before_save is not None:
+            before_save(trainer)
+
+
+def move_to_place(trainer: Trainer, callback: Callback) -> None:
+    """Let ``callback`` run right behind those that say they come before it, wherever the user listed it.
+
+    The others keep their order. Call it in ``setup``.
+    """
+    others = [c for c in trainer.callbacks if c is not callback]  # type: ignore[attr-defined]
+    earlier = [i for i, c in enumerate(others) if getattr(c, "order", place(callback)) < place(callback)]
+    at = earlier[-1] + 1 if earlier else 0
+    trainer.callbacks = [*others[:at], callback, *others[at:]]  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_pretrain.callbacks import _compat, _compat_loops, _saving, _slurm
 from lit_pretrain.callbacks._agreement import Agreement
-from lit_pretrain.callbacks.order import Order, move_to_end
+from lit_pretrain.callbacks.order import Order, move_to_end, settle
 from lit_pretrain.callbacks.run_checkpoint import FOLDER, RunCheckpoint
 from lit_pretrain.errors import ConfigError, Preempted
 
@@ -129,6 +129,7 @@ class PreemptionCheckpoint(Callback):
 
     def _stop(self, trainer: Trainer, received: int) -> None:
         name = signal.Signals(received).name
+        settle(trainer)
         path = self._save(trainer)
         _saving.wait(trainer)
         trainer.strategy.barrier("preemption")  # a requeue kills every rank

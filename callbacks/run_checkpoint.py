@@ -19,6 +19,7 @@ from lit_pretrain.callbacks import _compat, _compat_loops, _keeping, _saving
 from lit_pretrain.callbacks._agreement import Agreement
 from lit_pretrain.callbacks._record import write_facts
 from lit_pretrain.callbacks.exact_resume import ExactResume
+from lit_pretrain.callbacks.order import settle
 from lit_pretrain.errors import ConfigError, Preempted
 
 FOLDER = "checkpoints"
@@ -132,6 +133,8 @@ class RunCheckpoint(Checkpoint):
 
         Raises:
             ConfigError: On every rank, when it could not be written, or the one before in the background.
+        if not self._in_window:
+            settle(trainer)
         step = trainer.global_step
         if self._saved_at == step and self._last is not None:
             return self._folder / self._last

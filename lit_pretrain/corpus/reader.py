@@ -92,6 +92,17 @@ class TokenStream:
         starts = np.concatenate(found)
         return starts[starts < self.num_tokens]
 
+    def locate(self, offset: int) -> tuple[str, int]:
+        """The file that holds a token of the stream, and the token's place in it, from 0.
+
+        Args:
+            offset: Below ``num_tokens``.
+        """
+        shard = bisect.bisect_right(self._ends, offset)
+        memory = self._shards[shard].base
+        file = getattr(memory, "filename", None) or self.path
+        return str(file), offset - (self._ends[shard] - self._shards[shard].size)
+
     def piece(self, offset: int, length: int) -> NDArray[np.generic]:
         """The ids from ``offset`` on, (length,), as they lie on disk; fewer at the end of the stream."""
         length = max(0, min(length, self.num_tokens - offset))

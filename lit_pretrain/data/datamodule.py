@@ -16,6 +16,7 @@ from lit_pretrain.data._compat import batches_read, rescale_restored_batches
 from lit_pretrain.data.identity import PlanIdentity
 from lit_pretrain.data.loader import Batch, PlanLoader
 from lit_pretrain.data.opened import OpenedCorpus, check_ids, open_corpus
+from lit_pretrain.data.origins import row_origin
 from lit_pretrain.data.replica import Replica
 from lit_pretrain.data.validation import shard_rows, validation_rows
 from lit_pretrain.errors import ConfigError
@@ -244,6 +245,19 @@ class TokenDataModule(pl.LightningDataModule):
         mine = self._replica().rows(micro, micro_batch_size=self.micro_batch_size)
         index = step * self._accumulation() + micro
         return self._batch(list(self._open().train.values()), source[mine], window[mine], index=index)
+
+    def origins(self, index: int) -> list[dict[str, Any]]:
+        """Where each row of a global batch comes from; see :class:`lit_pretrain.specs.BatchOrigins`.
+
+        Args:
+            index: ``batch["index"]`` of one of its microbatches.
+        """
+        source, window = self.plan.rows(index // self._accumulation())
+        train = list(self._open().train.items())
+        return [
+            row_origin(train[of][0], train[of][1], int(which), tokenizer=self.tokenizer)
+            for of, which in zip(source.tolist(), window.tolist(), strict=True)
+        ]
 
     def _batch(
         self, sources: Sequence[Windows], source: NDArray[np.int64], window: NDArray[np.int64], *, index: int

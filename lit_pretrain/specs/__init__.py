@@ -4,10 +4,12 @@ from lit_pretrain.specs.gpt import GPTConfig, RopeScaling
 from lit_pretrain.specs.parallel import ParallelDims, ParallelPlan, TensorStyle
 from lit_pretrain.specs.protocols import (
     AppliedUpdates,
+    BatchOrigins,
     CorpusProvider,
     GradientNorm,
     LazyParameters,
     LossRanks,
+    MixturePlan,
     PreparedCorpus,
     StepSums,
     TextGenerator,
@@ -16,11 +18,13 @@ from lit_pretrain.specs.protocols import (
 
 __all__ = [
     "AppliedUpdates",
+    "BatchOrigins",
     "CorpusProvider",
     "GPTConfig",
     "GradientNorm",
     "LazyParameters",
     "LossRanks",
+    "MixturePlan",
     "ParallelDims",
     "ParallelPlan",
     "PreparedCorpus",

@@ -55,6 +55,32 @@ class TokenAccounting(Protocol):
 
 
 @runtime_checkable
+class BatchOrigins(Protocol):
+    """A data module that can say where the rows of a batch come from."""
+
+    def origins(self, index: int) -> list[dict[str, Any]]:
+        """Of each row of the global batch that holds this microbatch: source, file, offset, text; plain containers.
+
+        Args:
+            index: What a batch calls itself (``batch["index"]``).
+        """
+        ...
+
+
+@runtime_checkable
+class MixturePlan(Protocol):
+    """A plan of global batches over several sources."""
+
+    def shares(self, data_step: int) -> dict[str, float]:
+        """Share of each source in the global batch at a step."""
+        ...
+
+    def epochs(self, data_step: int) -> dict[str, float]:
+        """Passes over each source before a step, with a fraction."""
+        ...
+
+
+@runtime_checkable
 class AppliedUpdates(Protocol):
     """A callback that counts the updates that were really applied (fp16 skips none of them into the count)."""
 

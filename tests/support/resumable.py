@@ -141,11 +141,11 @@ def trainer(folder: str, callbacks: list[Any], **settings: Any) -> pl.Trainer:
         "val_check_interval": 3 * settings.get("accumulate_grad_batches", 2),
         "check_val_every_n_epoch": None,
         "logger": False,
+        "strategy": "ddp" if world > 1 else "auto",
     }
     return pl.Trainer(
         accelerator="cpu",
         devices=world,
-        strategy="ddp" if world > 1 else "auto",
         default_root_dir=folder,
         callbacks=sort_callbacks(callbacks),
         enable_progress_bar=False,

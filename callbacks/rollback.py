@@ -1,0 +1,406 @@
+"""A run that takes a loss spike back by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lit_pretrain.callbacks import _compat, _compat_loops, _compat_rewind, _random, _spike_report
+from lit_pretrain.callbacks._alarm import Alarm, AlarmTarget
+from lit_pretrain.callbacks._data_course import DataCourse
+from lit_pretrain.callbacks._lowered_rate import LoweredRate
+from lit_pretrain.callbacks._moments import Moments
+from lit_pretrain.callbacks._owners import check_owners, save_is_due
+from lit_pretrain.callbacks._spike_watch import Seen, SpikeWatch
+from lit_pretrain.callbacks._update_drop import UpdateDrop
+from lit_pretrain.callbacks.clipping import GradientClipping
+from lit_pretrain.callbacks.counters import RunCounters
+from lit_pretrain.callbacks.order import Order, move_to_place
+from lit_pretrain.errors import ConfigError
+from lit_pretrain.spikes import Decision, RollbackPolicy, Skip, SkipLedger, SpikeDetector, SpikeRule
+
+Mode = Literal["rollback", "skip", "warn"]
+
+
+class LossSpikeRollback(Callback):
+    """Goes back to before a spike and on behind its data, without a stop and without anybody's help.
+
+    Every ``every_n_steps`` updates it copies all that decides the next update (weights, masters, optimizer states,
+    buffers, loss scale, schedules, random states, means that are being logged) into memory, as this rank holds it,
+    while training goes on. When the detector sees a spike, all ranks put the newest state from before it back, in
+    place, and train on with the batches that follow the spike. Afterwards the run is, bit for bit, one that never read
+    the batches in between. What was left out stands in the ledger, a file that is on the disk before training goes on:
+    a run that is killed and resumed leaves out the same.
+
+    The data never go back: batches and epochs count on, and no batch is read twice. Tokens that count, updates,
+    ``global_step`` and learning-rate schedules do go back. States of ``EarlyStopping`` do, and those of callbacks with
+    ``rolls_back = True``. No validation follows a rollback before the next one is due.
+
+    Whenever a checkpoint is written, older snapshots are given up: a run that resumes from it has none of them, and it
+    has to act like one that went on.
+
+    Ranks decide on means that are equal on all of them, an update later; only where a state is kept (a snapshot, a
+    checkpoint, a validation) do they wait for them.
+
+    Args:
+        detector: ``robust``, ``mean``, a rule or a detector; see ``lit_pretrain.spikes``.
+        mode: ``rollback``; ``skip`` drops the update before it is made (waits for the loss at every update; needs no
+            snapshots, and cannot undo what came before); ``warn`` only tells.
+        policy: How far back, how often, and with which learning rate.
+        every_n_steps: Updates between snapshots.
+        keep: Snapshots in memory; each as large as weights, masters, buffers and optimizer states of a rank.
+        monitor: A logged value to watch; None watches the mean of what ``training_step`` returns.
+        alarm: Told of every spike: a function, a command or a webhook; see ``Alarm``.
+        ledger: The file of what was left out; None is ``spikes.jsonl`` in the trainer's ``default_root_dir``.
+        disk: A folder on a local disk to hold the snapshots, in place of memory.
+
+    Attributes:
+        rollbacks: How often it acted, over all resumes.
+        stop_reason: Why it ended the run; None when it did not.
+
+    Raises:
+        ConfigError: When a setting is impossible, at construction; before the first step where another callback would
+            decide the same, or where the strategy keeps its states out of reach.
+    """
+
+    order: ClassVar[int] = Order.ROLLBACK
+
+    def __init__(
+        self,
+        detector: SpikeDetector | SpikeRule | str = "robust",
+        *,
+        mode: Mode = "rollback",
+        policy: RollbackPolicy | None = None,
+        every_n_steps: int = 25,
+        keep: int = 4,
+        monitor: str | None = None,
+        alarm: AlarmTarget = None,
+        ledger: str | Path | None = None,
+        disk: str | Path | None = None,
+    ) -> None:
+        if mode not in ("rollback", "skip", "warn"):
+            raise ConfigError(f"rollback.mode={mode!r} is unknown; use rollback, skip or warn.")
+        for name, value in (("every_n_steps", every_n_steps), ("keep", keep)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"rollback.{name}={value!r} must be a whole number of at least 1.")
+        self.mode = mode
+        self.policy = policy if policy is not None else RollbackPolicy()
+        self.every_n_steps = every_n_steps
+        self.keep = keep
+        self.rollbacks = 0
+        self.stop_reason: str | None = None
+        self._watch = SpikeWatch(
+            detector if isinstance(detector, SpikeDetector) else SpikeDetector(detector), monitor=monitor
+        )
+        self._alarm = Alarm(alarm)
+        self._course = DataCourse(None if ledger is None else Path(ledger))
+        self._disk = None if disk is None else Path(disk)
+        self._updates = 0  # applied
+        self._is_resumed = False
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._moments: Moments | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._drop: UpdateDrop | None = None
+        self._rate: LoweredRate | None = None
+        self._clipping: GradientClipping | None = None
+        self._applied = False  # the optimizer has changed the weights in this window
+        self._random: _random.State | None = None  # to be restored before the next window
+        self._windows: int | None = None  # under which the next update is logged, after going back
+        self._to_log: list[tuple[Seen, str]] = []
+
+    @property
+    def ledger(self) -> SkipLedger:
+        """What was left out, and why."""
+        return self._course.ledger
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Memory that snapshots take on this rank, in bytes."""
+        return 0 if self._moments is None else self._moments.size
+
+    # ---------------------------------------------------------------- set-up
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a second owner of the same decision; take the right place among the callbacks."""
+        if stage != "fit":
+            return
+        self._begin_anew()
+        check_owners(trainer, self, mode=self.mode)
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        self._clipping = next((c for c in callbacks if isinstance(c, GradientClipping)), None)
+        move_to_place(trainer, self)
+        self._watch.detector.reset()
+        self._course.forget()
+        self.rollbacks, self.stop_reason = 0, None
+        self._updates, self._is_resumed = 0, False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Read the ledger; listen to optimizers and batches."""
+        self._watch.start(trainer)
+        if not self._is_resumed:
+            self._updates = trainer.global_step
+        self.rollbacks += self._course.start(trainer, is_resumed=self._is_resumed)
+        self._hooks = [
+            o.register_step_post_hook(self._note_step) for o in trainer.optimizers if isinstance(o, Optimizer)
+        ]
+        self._rate = LoweredRate(trainer, lambda updates: self.ledger.lr_factor(updates))
+        if self.mode == "rollback":
+            folder = None if self._disk is None else self._disk / f"rank-{trainer.global_rank:05d}"
+            self._moments = Moments(every_n_steps=self.every_n_steps, keep=self.keep, path=folder)
+        elif self.mode == "skip":
+            self._drop = UpdateDrop()
+        self._listen(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Listen to this epoch's batches; the loaders may be others."""
+        self._listen(trainer)
+
+    # ---------------------------------------------------------------- data
+
+    def _listen(self, trainer: Trainer) -> None:
+        _compat_rewind.listen_to_fetches(
+            trainer,
+            leave_out=self._course.leaves_out,
+            left_out=lambda batch: self._left_out(trainer, batch),
+            fetched=lambda: self._fetched(trainer),
+        )
+
+    def _left_out(self, trainer: Trainer, batch: Any) -> None:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, RunCounters):
+                callback.leave_out(trainer, batch)
+        if self._random is None:
+            self._random = _random.capture()  # what is left out draws no random numbers
+        self._course.left_out(window_goes_on=_compat.accumulates(trainer))
+
+    def _fetched(self, trainer: Trainer) -> None:
+        """Before any hook of the next batch."""
+        if self._random is not None:
+            _random.restore(self._random)
+            self._random = None
+        self._tell(trainer)
+
+    def _tell(self, trainer: Trainer) -> None:
+        """Turn the loggers back, and name the spike there."""
+        windows, self._windows = self._windows, None
+        if windows is not None:
+            _compat_loops.set_windows_closed(trainer, windows)
+            _spike_report.continuation(trainer).restart(trainer, step=windows)
+        for seen, text in self._to_log:
+            _spike_report.log(trainer, seen, rollbacks=self.rollbacks, text=text)
+        self._to_log = []
+
+    # ---------------------------------------------------------------- an update
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Where a window begins, take a snapshot if it is time."""
+        self._watch.note_batch(batch)
+        if self._course.is_open:
+            return
+        self._course.is_open = True
+        if self._drop is not None:
+            self._drop.open_window(trainer)
+        if self._moments is not None:
+            detector = self._watch.detector.state_dict()
+            self._moments.take_if_due(trainer, updates=self._updates, course=self._course, detector=detector)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """The loss of the last microbatch is nowhere else yet when an update has to be dropped."""
+        if self.mode == "skip":
+            scaler = _compat.grad_scaler(trainer)
+            self._watch.add(loss if scaler is None else loss.detach() / scaler.get_scale())
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Weights may change from here on: snapshots have to be complete, and a bad update has to be dropped."""
+        if self._moments is not None:
+            self._moments.wait()
+        if self._drop is not None:
+            before = self._watch.detector.state_dict()
+            self._watch.send(trainer, update=self._updates + 1, norm=self._norm())
+            for seen in self._watch.look(wait=True):
+                if seen.verdict.is_spike:
+                    self._drop.drop(optimizer)
+                    self._act_by_dropping(trainer, seen)
+                    self._watch.rewind(before)
+        if self._rate is not None:
+            self._rate.lower(optimizer, self._updates)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """At the end of a window, look at what the detector has to say."""
+        if self.mode != "skip":
+            self._watch.add(outputs.get("loss") if isinstance(outputs, Mapping) else outputs)
+        if _compat.accumulates(trainer):
+            return
+        self._course.end_window()
+        applied, self._applied = self._applied, False
+        if not applied:
+            self._watch.drop_window()
+            if self._drop is not None:
+                self._windows = self._drop.take_back(trainer)
+                self._random = None if self._windows is None else self._drop.random
+            return
+        self._updates += 1
+        if self.mode == "skip":
+            return
+        self._watch.send(trainer, update=self._updates, norm=self._norm())
+        self._look(trainer, wait=self._must_know(trainer))
+
+    def _norm(self) -> Tensor | None:
+        return None if self._clipping is None else self._clipping.norm
+
+    def _note_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._rate is not None:
+            self._rate.raise_again()
+        self._applied = self._applied or not _compat.step_was_skipped(optimizer)
+
+    def _must_know(self, trainer: Trainer) -> bool:
+        """Whether this state is kept or looked at, so that it has to be judged now."""
+        if self._updates % self.every_n_steps == 0 or self._course.has_to_jump:
+            return True
+        over = _compat_loops.epoch_is_over(trainer) or _compat_loops.run_is_over(trainer)
+        return over or _compat_loops.validation_is_due(trainer) or save_is_due(trainer)
+
+    def before_save(self, trainer: Trainer) -> None:
+        """Judge all updates made, and go back if one of them was a spike: what is saved next is good.
+
+        Every rank calls it, at an update boundary.
+        """
+        if not self._course.is_open and self.mode != "skip":
+            self._look(trainer, wait=True)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """No validation on weights that were not judged."""
+        if not trainer.sanity_checking:
+            self.before_save(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """No epoch's end either."""
+        self.before_save(trainer)
+
+    # ---------------------------------------------------------------- spikes
+
+    def _look(self, trainer: Trainer, *, wait: bool) -> None:
+        for seen in self._watch.look(wait=wait):
+            if seen.verdict.is_spike:
+                self._act(trainer, seen)
+                return
+            if self._moments is not None:
+                self._moments.confirm(seen.verdict)
+
+    def _act(self, trainer: Trainer, seen: Seen) -> None:
+        details = _spike_report.origins(trainer, self._watch.indices(seen.verdict.step))
+        moments = self._moments
+        if moments is None:
+            self._announce(trainer, seen, details, action="nothing is done about it (mode=warn)")
+            return
+        decision = self.policy.roll_back(
+            self.ledger,
+            verdict=seen.verdict,
+            snapshots=moments.points(),
+            position=self._course.position,
+            loss=seen.loss,
+            grad_norm=seen.grad_norm,
+        )
+        if decision.skip is not None and decision.restore is not None:
+            kept = moments.kept_by(decision.restore)
+            self._enter(trainer, replace(decision.skip, details={**details, "snapshots": kept}))
+        if decision.restore is not None:
+            moment = moments.go_back(trainer, decision.restore)
+            self._watch.rewind(moment.detector)
+            self._updates = moment.point.step
+            self._random, self._windows = moment.snapshot.random, moment.clock.windows
+        self._announce(trainer, seen, details, action=_spike_report.action(decision))
+        self._stop_if(trainer, decision)
+
+    def _act_by_dropping(self, trainer: Trainer, seen: Seen) -> None:
+        details = _spike_report.origins(trainer, self._watch.indices(seen.verdict.step))
+        decision = self.policy.drop(
+            self.ledger,
+            verdict=seen.verdict,
+            position=self._course.position + 1,
+            loss=seen.loss,
+            grad_norm=seen.grad_norm,
+        )
+        if decision.skip is not None:
+            self._enter(trainer, replace(decision.skip, details=details))
+        self._announce(trainer, seen, details, action=_spike_report.action(decision))
+        self._stop_if(trainer, decision)
+
+    def _enter(self, trainer: Trainer, entry: Skip) -> None:
+        self._course.enter(trainer, entry)
+        self.rollbacks += 1
+
+    def _announce(self, trainer: Trainer, seen: Seen, details: dict[str, Any], *, action: str) -> None:
+        text = _spike_report.as_text(details, reason=seen.verdict.reason, action=action)
+        self._to_log.append((seen, text))
+        rank_zero_warn(f"Spike: {seen.verdict.reason} {action[:1].upper()}{action[1:]}.")
+        if trainer.is_global_zero:
+            self._alarm(_spike_report.facts(seen, action=action, details=details))
+
+    def _stop_if(self, trainer: Trainer, decision: Decision) -> None:
+        if decision.stop is not None:
+            self.stop_reason = decision.stop
+            trainer.should_stop = True
+
+    # ---------------------------------------------------------------- saving
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """From here on the run is to act like one that resumes from this checkpoint."""
+        if self._moments is not None:
+            self._moments.note_save()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain containers. Every rank calls it."""
+        return {
+            **self._watch.state_dict(),
+            "ledger": self.ledger.state_dict(),
+            "position": self._course.position,
+            "updates": self._updates,
+            "rollbacks": self.rollbacks,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on; the file of the ledger is read when training starts."""
+        self._watch.load_state_dict({key: state_dict[key] for key in ("detector", "waiting")})
+        self._course.ledger = SkipLedger.from_state(state_dict["ledger"])
+        self._course.position, self._updates = int(state_dict["position"]), int(state_dict["updates"])
+        self.rollbacks = int(state_dict["rollbacks"])
+        self._is_resumed = True
+
+    # ---------------------------------------------------------------- the end
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say the last word to the loggers; give the memory back."""
+        self._tell(trainer)
+        if self.stop_reason is not None:
+            rank_zero_warn(f"LossSpikeRollback has ended the run: {self.stop_reason}")
+        self._watch.close()
+        self._close(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Give the memory back."""
+        self._close(trainer)
+
+    def _close(self, trainer: Trainer) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self._rate is not None:
+            self._rate.close()
+        if self._moments is not None:
+            self._moments.close()
+            self._moments = None
+        _compat_rewind.stop_listening(trainer)
+        self._alarm.close()

@@ -1,0 +1,58 @@
+"""Rollbacks on two ranks: every rank decides alike, and ends as one that never saw the data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import resumable, spiking
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "zero3": {"strategy": "zero3"},
+    "zero1": {"strategy": "zero1"},
+    "tp2": {"strategy": "tp2", "replicas": 1},
+    "pp2": {"strategy": "pp2", "replicas": 1, "model": {"dropout": 0.0}},
+}
+SLOW = ("zero1",)
+FAULTS: dict[str, dict[str, Any]] = {
+    "poison": {"poison": [12, 13]},
+    "not a number": {"poison": [13], "scale": float("nan")},
+    "damage": {"damage": 14},
+}
+
+
+def train(root: str, folder: str, settings: dict[str, Any]) -> dict[str, Any]:
+    return spiking.run(root, folder, **settings)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("shards")
+    resumable.corpus(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("fault", [pytest.param(f, marks=[pytest.mark.slow] if "not" in f else []) for f in FAULTS])
+@pytest.mark.parametrize("layout", [pytest.param(x, marks=[pytest.mark.slow] if x in SLOW else []) for x in LAYOUTS])
+def test_two_ranks(root: str, tmp_path: Path, ranks: Any, layout: str, fault: str) -> None:
+    shape = LAYOUTS[layout]
+    got = ranks(2, train, root, str(tmp_path / "rolled"), shape | FAULTS[fault] | {"rollback": {}})
+    assert got[0]["ledger"] == got[1]["ledger"]
+    assert got[0]["rollbacks"] >= 1
+    skip = [[low, high] for _, low, high, _ in got[0]["ledger"]]
+    want = ranks(2, train, root, str(tmp_path / "never"), shape | {"skip": skip})
+    for mine, theirs in zip(got, want, strict=True):
+        assert spiking.differing(mine, theirs) == []
+
+
+@pytest.mark.parametrize("layout", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_an_update_is_dropped_on_all_ranks(root: str, tmp_path: Path, ranks: Any, layout: str) -> None:
+    shape = LAYOUTS[layout]
+    got = ranks(2, train, root, str(tmp_path / "dropped"), shape | {"poison": [12], "rollback": {"mode": "skip"}})
+    assert [r["ledger"] for r in got] == [[(12, 12, 13, 13)]] * 2
+    want = ranks(2, train, root, str(tmp_path / "never"), shape | {"skip": [[12, 13]]})
+    for mine, theirs in zip(got, want, strict=True):
+        assert spiking.differing(mine, theirs) == []
