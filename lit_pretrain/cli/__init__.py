@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 VERBS = {
     "prepare": "turn your own text into shards to train on",
@@ -52,16 +53,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal ended after it had saved; 130 after Ctrl-C; 128 + n after signal n.
     """
     try:
-        code = _main(list(sys.argv[1:] if arguments is None else arguments))
+        code = _main(list(sys.argv[1:] if arguments is None else arguments), is_command=arguments is None)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader (head, a closed pager) has enough
         # What is left in the buffer goes nowhere; else Python complains about it when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:  # while modules were being loaded: later it is met where it can be told from other ends
+        print("lit-pretrain: interrupted.", file=sys.stderr)
+        return 130
     return code
 
 
-def _main(argv: list[str]) -> int:
+def _main(argv: list[str], *, is_command: bool) -> int:
     if {"-sc", "--shell-completion"} & set(argv):
         return _complete(argv)
     if not argv or argv[0] in ("-h", "--help", "help"):
@@ -76,9 +80,13 @@ def _main(argv: list[str]) -> int:
     if verb not in VERBS:
         print(f"lit-pretrain: {_not_a_verb(verb, rest)}", file=sys.stderr)
         return 2
-    from lit_pretrain.cli.app import run_verb
+    from lit_pretrain.cli import early
 
-    return run_verb(verb, rest)
+    # A program that calls main() with words of its own has most likely loaded torch already.
+    with early.started(verb, rest) if is_command else nullcontext():
+        from lit_pretrain.cli.app import run_verb
+
+        return run_verb(verb, rest)
 
 
 def _not_a_verb(word: str, rest: Sequence[str]) -> str:

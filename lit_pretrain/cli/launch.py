@@ -19,12 +19,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lit_pretrain.cli import failures, ranks
+from lit_pretrain.cli import early, failures, ranks
 from lit_pretrain.errors import Preempted, RankError
 
 WORKER = "lit_pretrain.cli.worker"
@@ -57,13 +57,16 @@ class Failed(BaseException):
     """
 
 
-def run(run_dir: Path, world_size: int, *, orphan_of: int | None = None) -> dict[str, Any]:
+def run(
+    run_dir: Path, world_size: int, *, orphan_of: int | None = None, keep_open: Sequence[int] = ()
+) -> dict[str, Any]:
     """Run all ranks over ``run_dir/resolved.yaml``.
 
     Args:
         run_dir: The run folder.
         world_size: Ranks, all on this machine.
         orphan_of: Process whose death must end the run (the command, when a sweep runs this job in a worker process).
+        keep_open: Descriptors that every rank inherits, such as a lock.
 
     Returns:
         What rank 0 wrote to ``run_dir/result.json``.
@@ -77,7 +80,7 @@ def run(run_dir: Path, world_size: int, *, orphan_of: int | None = None) -> dict
     """
     shutil.rmtree(run_dir / failures.FOLDER, ignore_errors=True)
     (run_dir / RESULT).unlink(missing_ok=True)
-    group = _Ranks(run_dir)
+    group = _Ranks(run_dir, keep_open)
     with _forwarding(group):
         try:
             group.start(world_size)
@@ -85,6 +88,10 @@ def run(run_dir: Path, world_size: int, *, orphan_of: int | None = None) -> dict
         except KeyboardInterrupt:
             group.send(signal.SIGINT)
             group.wait(GRACE_S)  # a second Ctrl-C leaves here and kills
+            raise
+        except SystemExit:  # submitit leaves in this way before it puts a job back into the queue
+            group.send(signal.SIGTERM)
+            group.wait(GRACE_S)
             raise
         finally:
             group.end()
@@ -116,10 +123,12 @@ class _Ranks:
 
     Args:
         run_dir: The run folder.
+        keep_open: Descriptors that every rank inherits.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, keep_open: Sequence[int]) -> None:
         self.run_dir = run_dir
+        self.keep_open = tuple(keep_open)
         self.procs: list[subprocess.Popen[bytes]] = []
         self.asked: list[int] = []  # signals that asked the run to end
         self.codes: dict[int, int] = {}  # exit codes of ranks that ended by themselves
@@ -141,17 +150,24 @@ class _Ranks:
         with contextlib.ExitStack() as stack:
             # Rank 0 speaks on the terminal.
             log = None if rank == 0 else stack.enter_context(open(self.run_dir / f"rank{rank}.log", "wb"))
+            environment = ranks.environment(rank, world_size, port)
+            spec = {"sys_path": sys.path, "listen_fd": listen_fd}
+            waiting = early.WAITING.get() if world_size == 1 else None
+            if waiting is not None:
+                ready = waiting.take(self.run_dir, environment, spec=spec, handles=self.keep_open)
+                if ready is not None:
+                    self.procs.append(ready)
+                    return
             proc = subprocess.Popen(
                 [sys.executable, "-m", WORKER, str(self.run_dir)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=None if log is None else subprocess.STDOUT,
-                env=ranks.environment(rank, world_size, port),
-                pass_fds=[] if listen_fd is None else [listen_fd],
+                env=environment,
+                pass_fds=self.keep_open if listen_fd is None else (*self.keep_open, listen_fd),
                 start_new_session=True,  # Ctrl-C comes to us alone; we pass it on once
             )
         self.procs.append(proc)
-        spec = {"sys_path": sys.path, "listen_fd": listen_fd}
         assert proc.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died already: watch() will see
             proc.stdin.write(json.dumps(spec).encode() + b"\n")

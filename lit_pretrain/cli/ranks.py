@@ -93,7 +93,7 @@ def is_rank_zero() -> bool:
 def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     """The environment of a rank that we start: ours, less :data:`RANK_VARIABLES`, plus what torchrun would set."""
     env = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
-    env.setdefault("OMP_NUM_THREADS", str(max(1, _usable_cores() // world_size)))
+    env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // world_size)))
     # Threads that spin for long at a barrier starve each other as soon as anything else runs on the machine; without
     # any spinning a quiet machine is slower (figures in docs/log.md). What the user sets stands.
     if "OMP_WAIT_POLICY" not in env:
@@ -111,7 +111,8 @@ def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
+    """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

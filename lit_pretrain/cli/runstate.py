@@ -6,12 +6,13 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from lit_pretrain import units
-from lit_pretrain.cli import failures, launch, report
+from lit_pretrain.cli import early, failures, launch, report
 from lit_pretrain.instantiate import checkpoints
 from lit_pretrain.instantiate.checkpoints import CheckpointFacts
 
@@ -146,8 +147,17 @@ def living_ranks(run_dir: Path, proc: Path = Path("/proc")) -> int:
         except OSError:  # it has just ended, or is somebody else's
             continue
         if launch.WORKER in words:
-            count += Path(words[words.index(launch.WORKER) + 1]).absolute() == run_dir.absolute()
+            count += Path(words[words.index(launch.WORKER) + 1]).resolve() == run_dir.resolve()
+        elif early.MODULE in words:  # told its folder later: it holds the folder's lock
+            count += _has_open(path.parent / "fd", run_dir)
     return count
+
+
+def _has_open(handles: Path, run_dir: Path) -> bool:
+    """Whether a process has a folder itself open."""
+    with suppress(OSError):  # it has just ended, or is somebody else's
+        return any(one.samefile(run_dir) for one in handles.iterdir() if one.exists())
+    return False
 
 
 def last_curves(run_dir: Path) -> tuple[int | None, dict[str, float]]:

@@ -13,8 +13,9 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lit_pretrain.errors import Preempted
 
@@ -35,7 +36,7 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()
 
 
-def _read_line() -> bytes:
+def read_line() -> bytes:
     """One line of standard input, and not a byte more: the rest is the watcher's."""
     line = b""
     while not line.endswith(b"\n"):
@@ -63,7 +64,19 @@ def _serve_rendezvous(listen_fd: int) -> Any:
 
 def main(run_dir: Path) -> int:
     """Run one rank; returns the exit code."""
-    spec = json.loads(_read_line())
+    return serve(run_dir, json.loads(read_line()))
+
+
+def serve(run_dir: Path, spec: Mapping[str, Any]) -> int:
+    """Run one rank.
+
+    Args:
+        run_dir: The run folder, with the resolved configuration.
+        spec: The launcher's word: ``sys_path``, and ``listen_fd`` for the rank that serves the rendezvous.
+
+    Returns:
+        The exit code.
+    """
     rank = int(os.environ["RANK"])
     sys.path[:] = spec["sys_path"]  # -m put the working directory first; the launcher did not have it there
     _end_with_parent()
@@ -93,11 +106,17 @@ def main(run_dir: Path) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    status = main(Path(sys.argv[1]))
+def leave(status: int) -> NoReturn:
+    """End this process.
+
+    Everything is written and closed. An orderly end would unload gloo while its threads may still run, and now and then
+    abort a rank that had finished ("terminate called without an active exception", torch 2.13).
+    """
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Everything is written and closed. An orderly end would unload gloo while its threads may still run, and now and
-    # then abort a rank that had finished ("terminate called without an active exception", torch 2.13).
     os._exit(status)
+
+
+if __name__ == "__main__":
+    leave(main(Path(sys.argv[1])))
