@@ -49,8 +49,9 @@ def unscale_if_left_scaled(scaler: Any, optimizer: Optimizer) -> None:
     ``_step_supports_amp_scaling`` (fused ones). Unscaling those here is safe: torch then hands the kernel
     ``grad_scale=None`` and it does not divide a second time. Can go when Lightning unscales for fused optimizers too.
     """
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
-        scaler.unscale_(optimizer)
+    unscale = getattr(scaler, "unscale_", None)  # our own plugin has unscaled already, for every optimizer
+    if unscale is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+        unscale(optimizer)
 
 
 def step_was_skipped(optimizer: Optimizer) -> bool:
@@ -113,12 +114,12 @@ def after_save(trainer: Trainer, work: Callable[[], object]) -> None:
         later(work)
 
 
-def wait_for_save(trainer: Trainer) -> None:
 def save_has_failed(trainer: Trainer) -> bool:
     """Whether a save in the background failed and nobody was told; of the rank that writes."""
     return bool(getattr(trainer.strategy.checkpoint_io, "failed", False))
 
 
+def wait_for_save(trainer: Trainer) -> None:
     """Return when the last checkpoint is on the disk; an error of a save in the background is raised here."""
     wait = getattr(trainer.strategy.checkpoint_io, "wait", None)
     if wait is not None:
