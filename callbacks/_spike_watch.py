@@ -121,7 +121,7 @@ class SpikeWatch:
 
     def indices(self, update: int) -> list[int]:
         """What the batches of an update called themselves."""
-        for known, batch in self._batches:
+        for known, batch in reversed(self._batches):  # an update may have been made before, and taken back
             if known == update:
                 return [int(i) for index in batch for i in torch.as_tensor(index).flatten().tolist()]
         return []
