@@ -16,7 +16,7 @@ import yaml
 from omegaconf import DictConfig
 
 from lit_pretrain import units
-from lit_pretrain.cli import launch, resume, saved
+from lit_pretrain.cli import launch, resume, saved, spikes_seen
 from lit_pretrain.cli.outlook import Outlook, get, look
 from lit_pretrain.cli.resolvers import resolve
 from lit_pretrain.cli.runstate import RunState, read_state
@@ -77,6 +77,8 @@ def describe(run_dir: Path, *, verify: bool, as_json: bool = False) -> str:
         return _json(run_dir, config, state, facts)
     parts = [layout([_run(run_dir, config, outlook, state, [damage, *state.notes])])]
     parts.append(_checkpoints(run_dir, facts, verified=verify))
+    spikes = spikes_seen.as_text(*spikes_seen.read(run_dir))
+    parts += [spikes] if spikes else []
     parts.append(layout([Section("next", _next(run_dir, config, state, facts))]))
     return "\n".join(parts)
 
@@ -272,6 +274,7 @@ def _json(run_dir: Path, config: Mapping[str, Any], state: RunState, facts: Sequ
             }
             for f in facts
         ],
+        "spikes": spikes_seen.as_json(spikes_seen.read(run_dir)[0]),
         "notes": list(state.notes),
         "has_configuration": bool(config),
     }
