@@ -33,9 +33,9 @@ class RunCheckpoint(Checkpoint):
     ``ExactResume`` among the callbacks it goes on exactly. In place of ``ModelCheckpoint``: ``best_model_path`` and
     ``last_model_path`` are there, and ``ckpt_path="best"`` works.
 
-    Args:
     A save that fails ends the run on every rank: at once, or at the next boundary when it ran in the background.
 
+    Args:
         dirpath: Where to save; None is ``checkpoints`` in the trainer's ``default_root_dir``.
         every_n_steps: Save after every so many updates.
         every_minutes: Save when so many minutes have passed since the last time, by the clock of rank 0. Both may be
@@ -129,10 +129,10 @@ class RunCheckpoint(Checkpoint):
 
         Returns:
             The checkpoint. Under a plugin that saves in the background it may not be complete yet.
-        """
 
         Raises:
             ConfigError: On every rank, when it could not be written, or the one before in the background.
+        """
         if not self._in_window:
             settle(trainer)
         step = trainer.global_step
@@ -176,10 +176,10 @@ class RunCheckpoint(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         self._saved_time = self._clock()
-        if self.every_minutes is not None:
-            self.agreement.ask(_MINUTES, lambda: int(trainer.is_global_zero and self._time_is_up()))
         self.agreement = Agreement.of(trainer)
         self.agreement.ask(_FAILED, lambda: int(_compat.save_has_failed(trainer)))
+        if self.every_minutes is not None:
+            self.agreement.ask(_MINUTES, lambda: int(trainer.is_global_zero and self._time_is_up()))
         if self.save_on_exception and trainer.world_size > 1 and dist.is_initialized():
             self._group = dist.new_group(backend="gloo")
 
@@ -275,13 +275,13 @@ class RunCheckpoint(Checkpoint):
             self.save(trainer, reason=reason)
         self._due = False
 
-    def _time_is_up(self) -> bool:
-        return self.every_minutes is not None and self._clock() - self._saved_time >= 60 * self.every_minutes
-
     def _agreed(self, trainer: Trainer, question: str) -> bool:
         if self.agreement is None:
             return False
         return bool(self.agreement.at_update(question, step=_compat_loops.batches_ready(trainer)))
+
+    def _time_is_up(self) -> bool:
+        return self.every_minutes is not None and self._clock() - self._saved_time >= 60 * self.every_minutes
 
     def _improved(self, trainer: Trainer) -> bool:
         assert self.monitor is not None

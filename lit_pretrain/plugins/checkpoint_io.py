@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from lit_pretrain.distributed.checkpoint import files
 from lit_pretrain.distributed.checkpoint.background import BackgroundWriter
@@ -21,7 +22,8 @@ from lit_pretrain.plugins.checkpoint_dict import join, split
 class FolderCheckpointIO(CheckpointIO):
     """Saves checkpoints as folders that are written whole or not at all, and checks what it loads.
 
-    For one device and for Lightning's DDP, where rank 0 saves. Pass it to any Trainer::
+    For one device and for strategies where rank 0 saves; our own let every rank save what it holds, and then nobody
+    gathers the model. Pass it to any Trainer::
 
         Trainer(plugins=[FolderCheckpointIO()])
 
@@ -41,6 +43,20 @@ class FolderCheckpointIO(CheckpointIO):
         self.background = background
         self._threads = threads
         self._writer = BackgroundWriter(threads=threads)
+        self._group: ProcessGroup | None = None
+
+    def save_together(self, group: ProcessGroup) -> None:
+        """From now on every rank of a group saves its part of each checkpoint, and calls everything.
+
+        A part is the whole checkpoint dict with sharded tensors as DTensors, and with tensors on the meta device where
+        another rank has the values. The tree, the random states and the facts are those of the first rank.
+
+        Args:
+            group: Of gloo, and for nothing else.
+        """
+        self.wait()
+        self._group = group
+        self._writer = BackgroundWriter(process_group=group, threads=self._threads)
 
     def __getstate__(self) -> dict[str, Any]:
         """Launchers that spawn ranks pickle the Trainer; a thread cannot travel, so its save is waited for."""
@@ -50,6 +66,7 @@ class FolderCheckpointIO(CheckpointIO):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.background, self._threads = state["background"], state["threads"]
         self._writer = BackgroundWriter(threads=self._threads)
+        self._group = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Save Lightning's checkpoint dict as a folder.
@@ -68,15 +85,17 @@ class FolderCheckpointIO(CheckpointIO):
                 f"storage_options={storage_options!r} means nothing to FolderCheckpointIO; leave it out."
             )
         parts = split(checkpoint)
+        tensors = {name: tensor for name, tensor in parts.tensors.items() if not tensor.is_meta}
         if self.background:
-            self._writer.save(_local(path), tensors=parts.tensors, tree=parts.tree, rng=parts.rng, facts=parts.facts)
+            self._writer.save(_local(path), tensors=tensors, tree=parts.tree, rng=parts.rng, facts=parts.facts)
             return
         write_checkpoint(
             _local(path),
-            tensors=parts.tensors,
+            tensors=tensors,
             tree=parts.tree,
             rng=parts.rng,
             facts=parts.facts,
+            process_group=self._group,
             threads=self._threads,
         )
 
@@ -117,6 +136,11 @@ class FolderCheckpointIO(CheckpointIO):
         """
         self._writer.after(work)
 
+    @property
+    def failed(self) -> bool:
+        """Whether a save in the background failed and the error was not raised yet; of ranks that write."""
+        return self._writer.failed
+
     def wait(self) -> None:
         """Wait for a save in the background.
 
@@ -136,11 +160,6 @@ class FolderCheckpointIO(CheckpointIO):
 
 def _local(path: str | Path) -> Path:
     if "://" in str(path):
-    @property
-    def failed(self) -> bool:
-        """Whether a save in the background failed and the error was not raised yet; of ranks that write."""
-        return self._writer.failed
-
         raise CheckpointError(f"{path} is not a local path; FolderCheckpointIO writes to local file systems only.")
     return Path(path)
 
