@@ -7,18 +7,17 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lit_pretrain.callbacks import _compat_loops
+from lit_pretrain.plugins.checkpoint_dict import global_name
 
 KEY = "lit_pretrain"
 EXACT_KEY = "lit_pretrain_exact_resume"
-# Wrappers that put themselves into names: torch.compile of a module, activation checkpointing.
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def parameter_names(trainer: Trainer) -> list[list[list[str]]]:
     """Names of the parameters of each group of each optimizer, as the module calls them, without wrappers."""
     names = {id(p): name for name, p in trainer.lightning_module.named_parameters(remove_duplicate=True)}
     return [
-        [[_plain(names.get(id(p), f"unnamed.{i}.{j}")) for j, p in enumerate(group["params"])]
+        [[global_name(names.get(id(p), f"unnamed.{i}.{j}")) for j, p in enumerate(group["params"])]
          for i, group in enumerate(optimizer.param_groups)]
         for optimizer in trainer.optimizers
     ]  # fmt: skip
@@ -42,12 +41,6 @@ def write_facts(trainer: Trainer, checkpoint: dict[str, Any], *, reason: str, mo
         "monitors": monitors,
         "ledger_length": _ledger_length(trainer),
     }
-
-
-def _plain(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def _ledger_length(trainer: Trainer) -> int:

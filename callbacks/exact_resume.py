@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
-from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lit_pretrain.callbacks import _compat, _compat_loops, _random
+from lit_pretrain.callbacks import _compat, _compat_loops, _compat_sums, _names, _random, _stopping
 from lit_pretrain.callbacks._compat_loops import Epoch, Place
 from lit_pretrain.callbacks._record import EXACT_KEY, KEY, parameter_names, write_names
 from lit_pretrain.callbacks._replay import EpochReplay
@@ -34,6 +33,13 @@ class ExactResume(Callback):
     run that was never stopped, bit for bit.
 
     Validation leaves no trace in the random state: training draws the same numbers with and without it.
+
+    Means over an epoch (``log(..., on_epoch=True)``) go on with what was summed up before the stop. A torchmetrics
+    object that a module keeps to itself until the epoch's end is saved by Lightning, if made ``persistent(True)``.
+
+    What the user sets now wins over the checkpoint: the ``patience`` of an EarlyStopping.
+
+    A model that was saved inside a wrapper (``torch.compile``) is loaded into one without it, and the other way round.
 
     Another number of ranks goes on too; its random numbers (dropout) are then others, and the data module has to know
     how to divide the same global batches (``TokenDataModule`` does).
@@ -65,6 +71,8 @@ class ExactResume(Callback):
         self._start: Place | None = None  # of the window
         self._start_random: _random.State = {}
         self._start_loaders: list[Any] = []
+        self._start_sums: _compat_sums.Sums = {}
+        self._sums_at_stop: _compat_sums.Sums | None = None  # Lightning ends the epoch wherever a run stops
         self._versions: list[int] = []
         self._before_validation: _random.State | None = None
         self._before_inner_validation: dict[str, Any] = {}  # states of callbacks, by their keys
@@ -76,6 +84,7 @@ class ExactResume(Callback):
         self._windows_to_restore: int | None = None
         self._ended_on_resume = False
         self._hooks: list[RemovableHandle] = []
+        self._patiences: list[tuple[EarlyStopping, int]] = []
         self._checkpoint: dict[str, Any] | None = None
         self._optimizers_exist = False
 
@@ -88,6 +97,7 @@ class ExactResume(Callback):
         loops = checkpoint["loops"]["fit_loop"]
         if self._open and not self._stepped and self._start is not None:
             at, mine, epoch, owes = self._start, self._start_random, Epoch.RUNNING, False
+            sums = self._start_sums
             _compat_loops.write_place(loops, at, epoch=epoch, fresh=at.batches[1] == 0)
             _compat_loops.set_loader_states(loops, self._start_loaders)
             checkpoint["global_step"] = at.steps[0]
@@ -96,8 +106,10 @@ class ExactResume(Callback):
             at, epoch = self._closed_place(trainer), self._epoch(trainer)
             owes = epoch is not Epoch.ENDED and not self._fresh and self._owes_validation(trainer)
             mine = self._random_after_validation() if owes else self._to_restore or _random.capture()
+            sums = {} if epoch is Epoch.ENDED else self._sums(trainer)
             _compat_loops.write_place(loops, at, epoch=epoch, fresh=self._fresh)
-        gathered = _gather({"random": mine, "epoch": self._replay.state_dict(trainer)}, trainer)
+        own = {"random": mine, "epoch": self._replay.state_dict(trainer), "sums": _compat_sums.plain(sums)}
+        gathered = _gather(own, trainer)
         write_names(trainer, checkpoint)
         checkpoint[KEY]["rng"] = [rank["random"] for rank in gathered]
         checkpoint[EXACT_KEY] = {
@@ -109,7 +121,11 @@ class ExactResume(Callback):
             "world_size": trainer.world_size,
             "metrics": _plain_metrics(trainer),
             "epochs_random": [rank["epoch"] for rank in gathered],
+            "sums": [rank["sums"] for rank in gathered],
         }
+
+    def _sums(self, trainer: Trainer) -> _compat_sums.Sums:
+        return _compat_sums.capture(trainer) if self._sums_at_stop is None else self._sums_at_stop
 
     def _closed_place(self, trainer: Trainer) -> Place:
         if self._start is not None:
@@ -161,10 +177,17 @@ class ExactResume(Callback):
     # ---------------------------------------------------------------- resuming
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget an earlier run; stand first among the callbacks."""
+        """Forget an earlier run; stand first among the callbacks; note what the user has set."""
+        self._unhook()
         if stage == "fit":
             self._reset()
             move_to_front(trainer, self)
+            self._patiences = _stopping.patiences(trainer)
+        self._hooks.append(_names.accept_wrappers(pl_module))
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave nothing on the module."""
+        self._unhook()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keep what the checkpoint says until the loops are restored."""
@@ -190,7 +213,7 @@ class ExactResume(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Lead the restored loops to the right place."""
-        self._hooks = [
+        self._hooks += [
             o.register_step_post_hook(self._note_step) for o in trainer.optimizers if isinstance(o, Optimizer)
         ]
         self._keep_loader_states(trainer)
@@ -205,13 +228,15 @@ class ExactResume(Callback):
         self._ended_on_resume = ending
         self._before_validation = self._to_restore if owes else None
         _restore_metrics(trainer, restored["metrics"])
-        _stop_again(trainer)
+        _stopping.resume(trainer, self._patiences)
         _compat_loops.note_saved(trainer)
         if restored["world_size"] != trainer.world_size:
             rank_zero_warn(
                 f"Resuming on {trainer.world_size} ranks what {restored['world_size']} saved: random numbers (dropout) "
-                "are others from here on."
+                "are others from here on, and means over this epoch leave out what was logged before."
             )
+        elif epoch is not Epoch.ENDED and restored.get("sums"):
+            _compat_sums.restore(trainer, pl_module, restored["sums"][trainer.global_rank])
         self._replay.next_iterator_follows_epoch_start()
         if epoch is Epoch.RUNNING:
             self._replay.resume(
@@ -243,10 +268,11 @@ class ExactResume(Callback):
             self._windows_to_restore = None
         if self._open:
             return
-        self._open, self._stepped, self._fresh = True, False, False
+        self._open, self._stepped, self._fresh, self._sums_at_stop = True, False, False, None
         self._before_inner_validation = {}
         self._start = _compat_loops.place(trainer, unread=1)
         self._start_random = _random.capture()
+        self._start_sums = _compat_sums.capture(trainer)
         self._versions = _compat.versions(trainer)
 
     def on_train_batch_end(
@@ -280,9 +306,11 @@ class ExactResume(Callback):
             self._before_validation = self._to_restore = None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The end of an epoch that was owed."""
+        """The end of an epoch that was owed, or of a run that stops in the middle of one."""
         if self._to_restore is not None:
             self._restore_random()
+        if not _compat_loops.epoch_is_over(trainer):
+            self._sums_at_stop = _compat_sums.capture(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop listening to the optimizers."""
@@ -345,10 +373,3 @@ def _restore_metrics(trainer: Trainer, metrics: dict[str, list[Any]]) -> None:
     trainer.callback_metrics.update(
         {name: torch.tensor(v, dtype=getattr(torch, dtype), device=device) for name, (v, dtype) in metrics.items()}
     )
-
-
-def _stop_again(trainer: Trainer) -> None:
-    """An EarlyStopping that had stopped the run stops it again: Lightning restores what it knows, not that it acted."""
-    stopping = [c for c in trainer.callbacks if isinstance(c, EarlyStopping)]  # type: ignore[attr-defined]
-    if any(c.stopping_reason is not EarlyStoppingReason.NOT_STOPPED for c in stopping):
-        trainer.should_stop = True

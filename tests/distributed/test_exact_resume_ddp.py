@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 from lightning.pytorch import Callback
@@ -107,6 +109,50 @@ def test_two_ranks_everywhere(root: str, tmp_path: Path, ranks: Any, blow: tuple
     is_same_run(root, tmp_path, ranks, 2, [(*blow, None)])
 
 
+class Samples(Callback):
+    """Writes down the tokens of every row that this rank gets, by the absolute index of the microbatch."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        with open(Path(self.folder) / f"samples{trainer.global_rank}.jsonl", "a") as f:
+            f.write(json.dumps({"index": batch["index"], "rows": batch["ids"].tolist()}) + "\n")
+
+
+def train_and_list(root: str, folder: str, kill: Any) -> None:
+    extra: list[Any] = [Samples(folder), *([] if kill is None else [KillHere(*kill)])]
+    resumable.run(root, folder, callbacks=extra, accumulation=4)
+
+
+def test_samples_that_each_rank_reads_are_those_of_the_plan(root: str, tmp_path: Path, ranks: Any) -> None:
+    """Killed twice: each rank reads its rows of each global batch, once in every life, and nothing else."""
+    folder = str(tmp_path / "run")
+    for blow in (("on_before_optimizer_step", 4, None), ("on_train_batch_start", 30, 1)):
+        with pytest.raises(RankError, match="SIGKILL"):
+            ranks(2, train_and_list, root, folder, blow)
+    ranks(2, train_and_list, root, folder, None)
+    data = TokenDataModule(
+        resumable.corpus(Path(root)), sequence_length=resumable.T, micro_batch_size=1, global_batch_size=resumable.ROWS
+    )
+    shards = Path(root) / "train"
+    tokens = np.fromfile(
+        shards / "shard-00000.bin", json.loads((shards / "manifest.json").read_text())["dtype"]
+    ).tolist()
+    number = {tuple(tokens[at : at + resumable.T]): at // resumable.T for at in range(0, len(tokens), resumable.T)}
+    read: list[dict[int, list[int]]] = []
+    for rank in range(2):
+        lives: dict[int, list[int]] = {}
+        for line in map(json.loads, (tmp_path / "run" / f"samples{rank}.jsonl").read_text().splitlines()):
+            rows = [number[tuple(row)] for row in line["rows"]]
+            assert lives.setdefault(line["index"], rows) == rows
+        assert sorted(lives) == list(range(4 * resumable.UPDATES))
+        read.append(lives)
+    for update in range(resumable.UPDATES):
+        batch = [row for index in range(4 * update, 4 * update + 4) for rank in read for row in rank[index]]
+        assert batch == data.plan.rows(update)[1].tolist()
+
+
 def losses(folder: str) -> list[float]:
     return [float.fromhex(x["loss"]) for x in told(folder, 1, "update")[0]]
 
@@ -144,6 +190,37 @@ def mid_window(root: str, folder: str, resume_accumulation: int) -> list[int]:
 
 def test_saved_in_a_window_and_resumed_with_other_microbatches(root: str, tmp_path: Path) -> None:
     assert mid_window(root, str(tmp_path), 2) == [4, 5, 6, 7]  # two updates of 4 are two of 2
+
+
+class Means(Callback):
+    """Logs in every step over all ranks, and notes what the end of each epoch says."""
+
+    def __init__(self) -> None:
+        self.ends: list[str] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        value = (1.0 + batch_idx) * 3.0**trainer.global_rank / 7
+        pl_module.log("mean", value, on_step=False, on_epoch=True, sync_dist=True, batch_size=1 + batch_idx % 2)
+        pl_module.log("own", value, on_step=False, on_epoch=True, rank_zero_only=False, reduce_fx="sum")
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        self.ends.append("/".join(float(trainer.callback_metrics[name]).hex() for name in ("mean", "own")))
+
+
+def train_with_means(root: str, folder: str, steps: int) -> list[str]:
+    means = Means()
+    resumable.run(root, folder, callbacks=[means], max_steps=steps)
+    return means.ends
+
+
+def test_means_over_an_epoch_on_two_ranks(root: str, tmp_path: Path, ranks: Any) -> None:
+    """Stopped after update 5 of the 9 of an epoch: each rank gets its own sums back, to the last bit."""
+    whole = ranks(2, train_with_means, root, str(tmp_path / "whole"), 9)
+    assert len(whole[0]) == 1
+    assert whole[0][0].partition("/")[0] == whole[1][0].partition("/")[0]
+    assert whole[0] != whole[1]
+    ranks(2, train_with_means, root, str(tmp_path / "parts"), 5)
+    assert ranks(2, train_with_means, root, str(tmp_path / "parts"), 9) == whole
 
 
 # ---------------------------------------------------------------- what it costs
@@ -186,12 +263,12 @@ def count(root: str, folder: str, preemption: bool) -> list[list[str]]:
 def test_one_asynchronous_reduce_per_update_and_no_broadcast(root: str, tmp_path: Path, ranks: Any) -> None:
     """DDP's own reduction happens in C++ and is not seen here; Lightning's broadcast at every microbatch is.
 
-    Both runs hold the collectives of the module, which logs its loss over all ranks once per update.
+    Both runs hold the one reduce of the module, which counts its targets over all ranks once per update.
     """
     without = ranks(2, count, root, str(tmp_path / "a"), False)[0]
     ours = ranks(2, count, root, str(tmp_path / "b"), True)[0]
     assert len(ours) == len(without) == 12
-    for number, (batch, stock) in enumerate(zip(ours, without, strict=True)):
-        update = ["all_reduce async"] if number % 2 else []
-        assert sorted(batch) == sorted([*(name for name in stock if name != "broadcast"), *update])
-    assert all("broadcast" in stock for stock in without[:-1])
+    assert [sorted(batch) for batch in ours[:-1]] == [[], ["all_reduce", "all_reduce async"]] * 5 + [[]]
+    assert [sorted(batch) for batch in without[:-1]] == [["broadcast"], ["all_reduce", "broadcast"]] * 5 + [
+        ["broadcast"]
+    ]

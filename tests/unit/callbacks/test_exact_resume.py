@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ def events(folder: str | Path) -> list[dict[str, Any]]:
 def resumes_exactly(root, tmp_path, *, stride, offset=0, **settings):
     """Save here and there, resume from each, compare with what followed there; gives the names that were tried."""
     whole = tmp_path / "whole"
+    settings = {"checkpoint": {"every_n_steps": None, "save_at_end": False}, **settings}  # the hooks save
     save = saver(tmp_path / "saved", stride=stride, offset=offset)
     expected = resumable.run(root, str(whole), callbacks=[save], **settings)
     names = sorted(os.listdir(tmp_path / "saved"))
@@ -293,6 +295,25 @@ def test_an_early_stop_stays_one(root, tmp_path):
     assert resumable.run(root, str(tmp_path / "a"), max_steps=10)["step"] == 10  # without it the run goes on
 
 
+def test_a_raised_patience_counts(root, tmp_path, caplog):
+    """Best at update 3, worse ever after: a patience of 2 stops at 9, of 4 at 15, whether given at once or later."""
+
+    class Worse(pl.Callback):
+        def on_validation_epoch_end(self, fit, module):
+            module.log("worse", float(fit.global_step))
+
+    def stop(patience):
+        return [Worse(), EarlyStopping("worse", patience=patience)]
+
+    whole = resumable.run(root, str(tmp_path / "whole"), callbacks=stop(4))
+    assert whole["step"] == 15
+    assert resumable.run(root, str(tmp_path / "parts"), callbacks=stop(2))["step"] == 9
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
+        assert resumable.run(root, str(tmp_path / "parts"), callbacks=stop(4)) == whole
+    assert "EarlyStopping('worse').patience was 2 in the checkpoint and is 4 now: 4 counts." in caplog.text
+    assert resumable.run(root, str(tmp_path / "parts"), callbacks=stop(3))["step"] == 15  # it had stopped for good
+
+
 def test_a_longer_run_goes_on_inside_the_epoch(root, tmp_path):
     """Stopped by max_steps in the middle of an epoch; with more steps it is as if it had never been told to stop."""
     whole = resumable.run(root, str(tmp_path / "a"))
@@ -304,7 +325,16 @@ def test_a_longer_run_goes_on_inside_the_epoch(root, tmp_path):
 
 
 def test_far_into_a_run(root, tmp_path):
-    """The place is arithmetic: a checkpoint that says a million updates reads its first batch at once."""
+    """The place is arithmetic: a checkpoint that says a million updates reads its first batch within a second."""
+
+    class Waited(pl.Callback):
+        def setup(self, *_, **__):
+            self.seconds = -time.monotonic()
+
+        def on_train_batch_start(self, *_):
+            self.seconds += time.monotonic() if self.seconds < 0 else 0
+
+    waited = Waited()
     save = saver(tmp_path / "saved", stride=2)
     resumable.run(root, str(tmp_path / "a"), callbacks=[save], max_steps=2)
     path = tmp_path / "saved" / "on_train_batch_end-002.ckpt"
@@ -313,10 +343,11 @@ def test_far_into_a_run(root, tmp_path):
     loops = checkpoint["loops"]["fit_loop"]
     loops["epoch_loop.batch_progress"]["total"] = dict.fromkeys(loops["epoch_loop.batch_progress"]["total"], far)
     torch.save(checkpoint, path)
-    seen = resumable.run(root, str(tmp_path / "b"), ckpt_path=str(path), max_steps=2)
+    seen = resumable.run(root, str(tmp_path / "b"), ckpt_path=str(path), max_steps=2, callbacks=[waited])
     assert seen["step"] == 2
     reads = [x["read"] for x in events(tmp_path / "b") if "read" in x]
     assert reads == [far, far + 1]
+    assert 0 < waited.seconds < 1
 
 
 # ---------------------------------------------------------------- parts

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 
 from lit_pretrain.corpus import ShardFolders
 from lit_pretrain.data import TokenDataModule
@@ -160,6 +162,29 @@ def test_weights_and_skips_may_change_for_what_comes(corpus: Any, trainer: Any, 
     trainer(**settings).fit(module, datamodule=changed, ckpt_path=path)
     assert module.read == [12, 13, *range(18, 28)]
     assert changed.plan.shares(8) == {"big": 0.0, "small": 1.0}
+
+
+def test_a_million_updates_into_a_run(corpus: Any, trainer: Any, recorder: Any, tmp_path: Path) -> None:
+    """The first batch comes within a second, though the weights moved all the way and stretches were left out."""
+    plan = {
+        "weights": {"points": [(0, {"big": 3, "small": 1}), (1_200_000, {"big": 1, "small": 3})]},
+        "skip": [(1000 * i, 1000 * i + 7) for i in range(1, 1000)],
+    }
+    path, settings = tmp_path / "a.ckpt", {"limit_val_batches": 0, "accumulate_grad_batches": 2}
+    trainer(**settings, max_steps=1, callbacks=[SaveAt(2, path)]).fit(recorder(), datamodule=data(corpus, **plan))
+    checkpoint = torch.load(path, weights_only=True)
+    per_epoch = 2 * data(corpus, **plan).updates_per_epoch
+    later = 2_000_000 // per_epoch * per_epoch  # microbatches; one update into an epoch
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    progress["total"] = {name: count + later for name, count in progress["total"].items()}
+    torch.save(checkpoint, path)
+    module, began = recorder(), time.monotonic()
+    first: list[float] = []
+    module.on_train_batch_start = lambda *_: first.append(time.monotonic() - began)  # type: ignore[method-assign]
+    trainer(**settings, max_steps=2).fit(module, datamodule=data(corpus, **plan), ckpt_path=path)
+    left_out = 999 * 7  # updates of 2 microbatches
+    assert module.read == [later + 2 * left_out + 2, later + 2 * left_out + 3]
+    assert first[0] < 1  # 0.3 s on an idle core, the Trainer's own start included
 
 
 def test_a_state_of_a_later_release(corpus: Any) -> None:
