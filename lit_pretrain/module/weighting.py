@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from lit_pretrain.distributed.grad_norm import scale_gradients
 from lit_pretrain.specs import LossRanks
@@ -83,9 +84,22 @@ class TargetWeighting:
         sums, nominal = self._sums, self._nominal * self._parts * trainer.accumulate_grad_batches * ranks
         self._sums, self._nominal = None, 0
         if ranks > 1:
-            sums = strategy.reduce(sums, reduce_op="sum")
+            sums = self._over_ranks(strategy, sums)
         self._rescale(module, sums[0], nominal)
         return sums[1] / sums[0]
+
+    @staticmethod
+    def _over_ranks(strategy: Any, sums: Tensor) -> Tensor:
+        """The sums of all ranks that see different targets.
+
+        One reduce and no barrier: Lightning's own ``reduce`` puts one before it, which on a GPU waits for the device.
+        An asynchronous reduce, begun before the backward pass, would gain nothing: the factor is needed right after
+        that pass, whose reduction of gradients has just brought the ranks together, and NCCL's waits on its stream.
+        """
+        if isinstance(strategy, LossRanks) or not (dist.is_available() and dist.is_initialized()):
+            return strategy.reduce(sums, reduce_op="sum")  # type: ignore[no-any-return]
+        dist.all_reduce(sums)
+        return sums
 
     @staticmethod
     def _rescale(module: pl.LightningModule, num_targets: Tensor, nominal: int | Tensor) -> None:
