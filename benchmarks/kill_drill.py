@@ -1,8 +1,8 @@
 """Kills a training run at random moments, resumes it in new processes, and compares it with one that never stopped.
 
-``python -m benchmarks.kill_drill [--runs 50] [--worlds 1 2] [--with damage disk]`` prints a table, writes JSON with the
-revision, and exits with 1 unless every run ended bit-equal: weights, optimizer state, random state of every rank, loss
-of every update, and the batches every rank read.
+``python -m benchmarks.kill_drill [--runs 50] [--worlds 1 2] [--strategy zero3] [--with damage disk]`` prints a table,
+writes JSON with the revision, and exits with 1 unless every run ended bit-equal: weights, optimizer state, random state
+of every rank, loss of every update, and the batches every rank read.
 
 A run is a small GPT with dropout, accumulation, validation and two ends of an epoch, saved in the background after
 every update, so that many kills fall into a save. ``damage`` also flips a byte of the newest checkpoint after a kill:
@@ -32,10 +32,18 @@ from lightning.pytorch.callbacks import Callback
 from benchmarks.__main__ import circumstances
 from lit_pretrain.distributed.checkpoint import newest
 from lit_pretrain.errors import RankError
+from lit_pretrain.strategies import HybridParallelStrategy
 from tests.support import resumable
 from tests.support.ranks import RankPool
 
 CHECKPOINTS = "checkpoints"
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero3": {"stage": 3},
+    "tp2": {"tensor_parallel_size": 2},
+    "pp2": {"pipeline_parallel_size": 2, "num_microbatches": 4},
+    "cp2": {"context_parallel_size": 2},
+}
+"""Of 2 ranks; settings of a HybridParallelStrategy. Every rank saves its part."""
 LIMIT_S = 240.0  # of one attempt
 
 
@@ -69,7 +77,7 @@ class Duration(Callback):
         self.seconds = time.monotonic() - self.started
 
 
-def attempt(root: str, folder: str, kill_after_s: float | None) -> dict[str, Any]:
+def attempt(root: str, folder: str, kill_after_s: float | None, strategy: str | None = None) -> dict[str, Any]:
     """One rank: go on from the newest checkpoint that is whole, until the end or the kill."""
     said: list[str] = []
     saved = Path(folder) / CHECKPOINTS
@@ -78,14 +86,23 @@ def attempt(root: str, folder: str, kill_after_s: float | None) -> dict[str, Any
     with open(Path(folder) / f"said{os.environ.get('RANK', '0')}.jsonl", "a") as f:
         f.writelines(json.dumps(line) + "\n" for line in said)
     duration = Duration()
+    settings: dict[str, Any] = {}
+    if strategy is not None:
+        settings["strategy"] = HybridParallelStrategy(**LAYOUTS[strategy])
+        if strategy != "zero3":
+            settings["replicas"] = 1
+        if strategy == "cp2":
+            settings["dropout"] = 0.0  # ring attention has none
     outcome = resumable.run(
         root,
         folder,
         callbacks=[duration, *([] if kill_after_s is None else [KillLater(kill_after_s)])],
         folders=True,
         ckpt_path=None if found is None else str(found.path),
+        **settings,
     )
-    return outcome | {"seconds": duration.seconds}
+    was_over = found is not None and found.facts.global_step == resumable.UPDATES
+    return outcome | {"seconds": duration.seconds, "was_over": was_over}
 
 
 class Drill:
@@ -96,10 +113,13 @@ class Drill:
         world_size: Ranks.
         folder: For the runs.
         seed: Of the moments.
+        strategy: Of ``LAYOUTS``; None for Lightning's own.
     """
 
-    def __init__(self, pool: RankPool, *, world_size: int, folder: Path, seed: int) -> None:
-        self.pool, self.world_size, self.folder = pool, world_size, folder
+    def __init__(
+        self, pool: RankPool, *, world_size: int, folder: Path, seed: int, strategy: str | None = None
+    ) -> None:
+        self.pool, self.world_size, self.folder, self.strategy = pool, world_size, folder, strategy
         self.random = random.Random(seed)
         self.root = str(folder / "data")
         reference = folder / "reference"
@@ -156,7 +176,9 @@ class Drill:
 
     def _train(self, run: Path, kill_after_s: float | None = None) -> list[dict[str, Any]]:
         with contextlib.redirect_stdout(io.StringIO()):  # what the ranks say; an error holds it too
-            return self.pool(self.world_size, attempt, self.root, str(run), kill_after_s, timeout_s=LIMIT_S)
+            return self.pool(
+                self.world_size, attempt, self.root, str(run), kill_after_s, self.strategy, timeout_s=LIMIT_S
+            )
 
     def _train_until_killed(self, run: Path) -> list[dict[str, Any]] | None:
         # Any moment of the run that is left, and now and then shortly after it began.
@@ -185,10 +207,9 @@ class Drill:
     def _compare(self, run: Path, outcomes: list[dict[str, Any]], record: dict[str, Any]) -> None:
         history = self._history(run)
         for rank, (mine, theirs) in enumerate(zip(outcomes, self.outcomes, strict=True)):
-            del mine["seconds"]
             # Killed after its last save: nothing was left to train, and random numbers are for training alone.
-            finished = history[rank][-1].get("end") is None
-            keys = ("weights", "optimizer", "step") if finished else theirs
+            finished = mine["was_over"]
+            keys = ("weights", "optimizer", "step") if finished else theirs.keys() - {"was_over"}
             different = [key for key in keys if mine[key] != theirs[key]]
             if different:
                 record["wrong"] = f"rank {rank} ended with other {', '.join(different)}"
@@ -203,7 +224,7 @@ class Drill:
         record["equal"] = True
 
 
-def drill(*, runs: int, worlds: list[int], extras: list[str], seed: int) -> dict[str, Any]:
+def drill(*, runs: int, worlds: list[int], extras: list[str], seed: int, strategy: str | None = None) -> dict[str, Any]:
     """Figures of all drills, ready for JSON.
 
     Args:
@@ -211,15 +232,17 @@ def drill(*, runs: int, worlds: list[int], extras: list[str], seed: int) -> dict
         worlds: Numbers of ranks.
         extras: ``damage`` and ``disk``, or none.
         seed: Of the moments.
+        strategy: Of ``LAYOUTS``; None for Lightning's own.
     """
     figures: dict[str, Any] = {}
     pool = RankPool()
     try:
         for world_size in worlds:
             with tempfile.TemporaryDirectory() as name:
-                one = Drill(pool, world_size=world_size, folder=Path(name), seed=seed)
+                one = Drill(pool, world_size=world_size, folder=Path(name), seed=seed, strategy=strategy)
                 for kind in ("kill", *extras):
-                    figures[f"{kind}, {world_size} ranks"] = _series(one, kind, runs)
+                    layout = f", {strategy}" if strategy is not None else ""
+                    figures[f"{kind}, {world_size} ranks{layout}"] = _series(one, kind, runs)
     finally:
         pool.close()
     return figures
@@ -261,10 +284,17 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--with", dest="extras", choices=["damage", "disk"], nargs="*", default=[])
+    parser.add_argument("--strategy", choices=list(LAYOUTS), help="of lit-pretrain, on 2 ranks")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    figures = drill(runs=arguments.runs, worlds=arguments.worlds, extras=arguments.extras, seed=arguments.seed)
+    figures = drill(
+        runs=arguments.runs,
+        worlds=[2] if arguments.strategy is not None else arguments.worlds,
+        extras=arguments.extras,
+        seed=arguments.seed,
+        strategy=arguments.strategy,
+    )
     print(table(figures))
     if arguments.out is not None:
         arguments.out.write_text(json.dumps({**circumstances(), "kill_drill": figures}, indent=2) + "\n")

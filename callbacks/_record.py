@@ -14,7 +14,13 @@ EXACT_KEY = "lit_pretrain_exact_resume"
 
 
 def parameter_names(trainer: Trainer) -> list[list[list[str]]]:
-    """Names of the parameters of each group of each optimizer, as the module calls them, without wrappers."""
+    """Names of the parameters of each group of each optimizer, as the module calls them, without wrappers.
+
+    Every rank calls it: where layers are spread over ranks, those of all are named.
+    """
+    of_all = getattr(trainer.strategy, "optimizer_parameter_names", lambda: None)()
+    if of_all is not None:
+        return [[[global_name(name) for name in group] for group in optimizer] for optimizer in of_all]
     names = {id(p): name for name, p in trainer.lightning_module.named_parameters(remove_duplicate=True)}
     return [
         [[global_name(names.get(id(p), f"unnamed.{i}.{j}")) for j, p in enumerate(group["params"])]

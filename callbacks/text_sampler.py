@@ -55,6 +55,8 @@ class TextSampler(Callback):
     """
 
     order: ClassVar[int] = Order.STATISTICS
+    needs_whole_model: ClassVar[bool] = True
+    """Strategies that spread layers over ranks refuse it before they start any."""
 
     def __init__(
         self,

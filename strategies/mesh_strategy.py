@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -17,11 +18,13 @@ from torch.utils._pytree import tree_leaves
 
 from lit_pretrain.distributed import state
 from lit_pretrain.distributed.collectives import equal_on_ranks, fingerprint
+from lit_pretrain.distributed.context_parallel import SharedSequences, attention_layers
 from lit_pretrain.distributed.grad_norm import clip_to_norm, global_norm
 from lit_pretrain.distributed.layout import LayoutSettings, lay_out
 from lit_pretrain.distributed.materialize import copy_from_rank_zero, is_on_meta
 from lit_pretrain.distributed.plans import find_plan
 from lit_pretrain.distributed.random_state import align_random_state
+from lit_pretrain.distributed.sequence_order import check_sequence_length
 from lit_pretrain.distributed.sharding import Zero, make_entry_point
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.planning.layouts import check_tensor_parallel
@@ -31,11 +34,13 @@ from lit_pretrain.strategies.evaluation import EvaluationTurns
 from lit_pretrain.strategies.precision import adapt, policies
 from lit_pretrain.strategies.processes import Launcher, MeshProcesses
 
+GROUPS = {"tp": "tensor-parallel group", "pp": "pipeline", "cp": "context-parallel group"}
+"""Axes along which ranks read the same batch, and what such ranks are called."""
 ENTRY_POINTS = ("training_step", "validation_step", "test_step", "predict_step", "generate")
 
 
 class MeshStrategy(MeshProcesses):
-    """Trains an ordinary LightningModule on a mesh of ranks: sharded data parallelism times tensor parallelism.
+    """Trains an ordinary LightningModule on a mesh of ranks: sharded data, context and tensor parallelism.
 
     The module needs no change. How it can be split is found in this order: ``plan``; a ``parallel_plan`` attribute of
     the module or of a part of it; a Hugging Face model's own plan; else each repeated layer is a unit of sharding.
@@ -70,7 +75,10 @@ class MeshStrategy(MeshProcesses):
         self._given_plan, self._sequence_parallel = plan, sequence_parallel
         self._laid_out: nn.Module | None = None
         self._turns: EvaluationTurns | None = None
+        self._sequences: SharedSequences | None = None
         self._compared_batches = False
+        self._saves_together = False
+        self._plan_splits_sequence = False
 
     # ---------------------------------------------------------------- precision and gradients
 
@@ -106,6 +114,7 @@ class MeshStrategy(MeshProcesses):
         module, dims = self.lightning_module, self.dims
         assert module is not None
         plan = find_plan(module, self._given_plan)
+        self._plan_splits_sequence = plan.sequence_parallel
         if dims.tp > 1:
             if not plan.tensor_parallel:
                 raise ConfigError(
@@ -113,6 +122,11 @@ class MeshStrategy(MeshProcesses):
                     "layers, and it has none; give the strategy a plan (lit_pretrain.specs.ParallelPlan), or use ZeRO."
                 )
             check_tensor_parallel(dims.tp, plan.divisible, world_size=dims.world_size)
+        if dims.cp > 1:
+            attention_layers(module, plan, size=dims.cp)
+            length = getattr(getattr(module.trainer, "datamodule", None), "sequence_length", None)
+            if isinstance(length, int):
+                check_sequence_length(length, size=dims.cp)
         if self._sequence_parallel and not plan.sequence_parallel:
             raise ConfigError(
                 f"strategy.sequence_parallel=true, but the plan of {type(module).__name__} does not "
@@ -128,6 +142,7 @@ class MeshStrategy(MeshProcesses):
         self._check_before_launch()
         if self._laid_out is not module:
             self._lay_out(module)
+            self._save_together()
         _compat.leave_inference_mode(trainer)
         _compat.before_results_of_loader(trainer, self._finish_loader)
         self.model_to_device()
@@ -151,8 +166,10 @@ class MeshStrategy(MeshProcesses):
         if not is_on_meta(module):
             copy_from_rank_zero(module, device=self.root_device)
         types = policies(self.precision_plugin)
+        plan = find_plan(module, self._given_plan)
+        self._share_sequences(module, plan)
         settings = LayoutSettings(
-            plan=find_plan(module, self._given_plan),
+            plan=plan,
             mesh=self.mesh,
             zero=self.zero,
             device=self.root_device,
@@ -165,21 +182,32 @@ class MeshStrategy(MeshProcesses):
         for name in ENTRY_POINTS:
             if hasattr(module, name):
                 make_entry_point(module, name)
-        if self.zero.stage > 0 and self.mesh.dims.dp_shard > 1:
+        if self._gathers:
             self._turns = EvaluationTurns(
                 module,
                 keeps_gathered=self.zero.stage < 3,
-                group=self.mesh.device_mesh.get_group("dp_shard"),
+                group=self.mesh.shard_group,
                 device=self.root_device,
             )
         self._laid_out = module
 
+    def _share_sequences(self, module: nn.Module, plan: ParallelPlan) -> None:
+        if self.dims.cp > 1:
+            layers = attention_layers(module, plan, size=self.dims.cp)
+            self._sequences = SharedSequences(
+                layers, group=self.mesh.device_mesh.get_group("cp"), owner=type(module).__name__
+            )
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether ranks that may have other numbers of batches gather parameters together."""
+        return self.zero.stage > 0 and self.dims.dp_shard > 1
+
     @property
     def _splits_sequence(self) -> bool:
         assert self.lightning_module is not None
-        if self._sequence_parallel is not None:
-            return self._sequence_parallel and self.dims.tp > 1
-        return find_plan(self.lightning_module, self._given_plan).sequence_parallel and self.dims.tp > 1
+        wanted = self._plan_splits_sequence if self._sequence_parallel is None else self._sequence_parallel
+        return wanted and self.dims.tp > 1
 
     def model_to_device(self) -> None:
         """Move what is not sharded: buffers, metrics."""
@@ -204,43 +232,70 @@ class MeshStrategy(MeshProcesses):
         finally:
             self.zero.set_accumulating(self._laid_out, accumulating=False)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, batch: Any, *rest: Any, **kwargs: Any) -> Any:
         """The module's training step; the first batch is compared between ranks that must read the same one."""
-        if not self._compared_batches:
-            self._compare_batches(args)
+        first = not self._compared_batches
+        if first:
+            self._compare_batches(batch)
             self._compared_batches = True
-        return super().training_step(*args, **kwargs)
+        with self._shared(batch, step="training_step" if first else None) as part:
+            return super().training_step(part, *rest, **kwargs)
 
-    def _compare_batches(self, batch: Any) -> None:
-        if self.mesh.dims.tp == 1:
-            return
-        mark = fingerprint(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
-        alike = equal_on_ranks(mark, group=self.mesh.tensor.get_group(), device=self.root_device)
-        if not self.reduce_boolean_decision(alike):
-            raise ConfigError(
-                "Ranks of one tensor-parallel group read different batches; let the loader follow "
-                "trainer.strategy.distributed_sampler_kwargs (rank and num_replicas), not the process's rank."
-            )
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's validation step."""
-        with self._evaluating():
-            return super().validation_step(*args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's test step."""
-        with self._evaluating():
-            return super().test_step(*args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's predict step."""
-        with self._evaluating():
-            return super().predict_step(*args, **kwargs)
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """The backward pass of the step."""
+        with self._sequences.active() if self._sequences is not None else nullcontext():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        with self._turns.step() if self._turns is not None else nullcontext():
-            yield
+    def _shared(self, batch: Any, *, step: str | None = None) -> Iterator[Any]:
+        """What this rank takes of a batch: all, or its part of each sequence.
+
+        Args:
+            batch: The data-parallel rank's.
+            step: Which step to check for reading positions; None for none.
+        """
+        if self._sequences is None:
+            yield batch
+            return
+        part = self._sequences.part(batch)
+        with self._sequences.active():
+            yield part
+        if step is not None:
+            part.check(f"{self._sequences.owner}.{step}")
+
+    def _compare_batches(self, batch: Any) -> None:
+        axes = [axis for axis in GROUPS if getattr(self.dims, axis) > 1]
+        if not axes:
+            return
+        mark = fingerprint(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+        for axis in axes:
+            alike = equal_on_ranks(mark, group=self.mesh.device_mesh.get_group(axis), device=self.root_device)
+            if not self.reduce_boolean_decision(alike):
+                raise ConfigError(
+                    f"Ranks of one {GROUPS[axis]} read different batches; let the loader follow "
+                    "trainer.strategy.distributed_sampler_kwargs (rank and num_replicas), not the process's rank."
+                )
+
+    def validation_step(self, batch: Any, *rest: Any, **kwargs: Any) -> Any:
+        """The module's validation step."""
+        with self._evaluating(batch) as part:
+            return super().validation_step(part, *rest, **kwargs)
+
+    def test_step(self, batch: Any, *rest: Any, **kwargs: Any) -> Any:
+        """The module's test step."""
+        with self._evaluating(batch) as part:
+            return super().test_step(part, *rest, **kwargs)
+
+    def predict_step(self, batch: Any, *rest: Any, **kwargs: Any) -> Any:
+        """The module's predict step."""
+        with self._evaluating(batch) as part:
+            return super().predict_step(part, *rest, **kwargs)
+
+    @contextmanager
+    def _evaluating(self, batch: Any) -> Iterator[Any]:
+        turn = self._turns.step() if self._turns is not None else nullcontext()
+        with turn, self._shared(batch) as part:
+            yield part
 
     def on_validation_start(self) -> None:
         """Agree on the number of steps."""
@@ -269,18 +324,36 @@ class MeshStrategy(MeshProcesses):
 
     # ---------------------------------------------------------------- checkpoints
 
+    def _save_together(self) -> None:
+        """Let a plugin that can do so save each rank's part: nobody then holds, or waits for, the whole model."""
+        together = getattr(self.checkpoint_io, "save_together", None)
+        if together is not None and not self._saves_together and self.dims.world_size > 1:
+            together(dist.new_group(backend="gloo"))
+            self._saves_together = True
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Save; every rank calls it, and rank 0 or all of them write."""
+        if self._saves_together:
+            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         """Weights are loaded into their shards."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole weights on rank 0, nothing elsewhere. Every rank calls it."""
+        """Whole weights on rank 0, nothing elsewhere; or what each rank has, where they save together."""
         assert self.lightning_module is not None
+        if self._saves_together:
+            return self.lightning_module.state_dict()
         return state.whole_state_dict(self.lightning_module, keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Whole states on rank 0, nothing elsewhere. Every rank calls it."""
+        """Whole states on rank 0, nothing elsewhere; or what each rank has, where they save together."""
+        if self._saves_together:
+            return _compat.plain_optimizer(optimizer).state_dict()
         return state.whole_optimizer_state(_compat.plain_optimizer(optimizer), keep=self.is_global_zero)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

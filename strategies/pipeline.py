@@ -11,9 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
-from lit_pretrain.distributed.collectives import equal_on_ranks, fingerprint
 from lit_pretrain.distributed.grad_norm import global_norm
 from lit_pretrain.distributed.layout import LayoutSettings, lay_out
 from lit_pretrain.distributed.materialize import copy_from_rank_zero, is_on_meta
@@ -25,6 +23,7 @@ from lit_pretrain.distributed.plans import find_plan
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.schedules.pipeline import check_microbatches, traits
 from lit_pretrain.specs import LazyParameters
+from lit_pretrain.specs.parallel import SETTINGS
 from lit_pretrain.strategies import _compat
 from lit_pretrain.strategies.evaluation import EvaluationTurns
 from lit_pretrain.strategies.mesh_strategy import MeshStrategy
@@ -93,6 +92,12 @@ class PipelinedStrategy(MeshStrategy):
                 f"{kind} overrides backward, which a pipeline's schedule runs itself; remove it, or use another "
                 "strategy."
             )
+        for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
+            if getattr(callback, "needs_whole_model", False):
+                raise ConfigError(
+                    f"{type(callback).__name__} calls the whole model, which {SETTINGS['pp']}={self.dims.pp} spreads "
+                    "over stages; leave it out, and use it on a checkpoint."
+                )
         layout = self._layout(module)
         rows = getattr(getattr(module.trainer, "datamodule", None), "micro_batch_size", None)
         if isinstance(rows, int):
@@ -125,6 +130,7 @@ class PipelinedStrategy(MeshStrategy):
         if not is_on_meta(module):
             copy_from_rank_zero(module, device=self.root_device)
         plan = find_plan(module, self._given_plan)
+        self._share_sequences(module, plan)
         name, layout = pipelined_name(module, plan), self._layout(module)
         model = module.get_submodule(name)
         mesh = self.mesh.device_mesh
@@ -157,11 +163,11 @@ class PipelinedStrategy(MeshStrategy):
         self._steps = PipelinedSteps(module, name=name, parts=parts, pipeline=pipeline)
         self._gathering = Gathering(parts.roots, reshards=self.zero.stage == 3)
         model.forward = _refuse_call
-        if self.zero.stage > 0 and self.dims.dp_shard > 1:
+        if self._gathers:
             self._turns = FixedTurns(
                 self._gathering.modules,
                 keeps_gathered=True,
-                group=mesh.get_group("dp_shard"),
+                group=self.mesh.shard_group,
                 device=self.root_device,
             )
         self._laid_out = module
@@ -179,7 +185,8 @@ class PipelinedStrategy(MeshStrategy):
             return super().training_step(batch, *rest, **kwargs)
         module = self.lightning_module
         assert module is not None
-        if not self._compared_batches:
+        first = not self._compared_batches
+        if first:
             self._compare_batches(batch)
             self._compared_batches = True
         parameters = list(module.parameters())
@@ -189,8 +196,9 @@ class PipelinedStrategy(MeshStrategy):
         if begins:
             for parameter in parameters:
                 parameter.grad = None
-        with self.precision_plugin.train_step_context():
-            loss = self._steps.train("training_step", batch, *rest, *kwargs.values(), divisor=every)
+        shared = self._shared(batch, step="training_step" if first else None)
+        with self.precision_plugin.train_step_context(), shared as part:
+            loss = self._steps.train("training_step", part, *rest, *kwargs.values(), divisor=every)
         parameters = list(module.parameters())  # gathered ones, inside a window
         self._parked = [(p, p.grad) for p in parameters if p.grad is not None] if begins else []
         for parameter, _ in self._parked:
@@ -236,31 +244,19 @@ class PipelinedStrategy(MeshStrategy):
         own = [p.grad for p in parameters if p.grad is not None and id(p) not in elsewhere]
         return pipeline.total_norm(global_norm(own))
 
-    def _compare_batches(self, batch: Any) -> None:
-        super()._compare_batches(batch)
-        if self.dims.pp == 1:
-            return
-        mark = fingerprint(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
-        alike = equal_on_ranks(mark, group=self.mesh.device_mesh.get_group("pp"), device=self.root_device)
-        if not self.reduce_boolean_decision(alike):
-            raise ConfigError(
-                "Ranks of one pipeline read different batches; let the loader follow "
-                "trainer.strategy.distributed_sampler_kwargs (rank and num_replicas), not the process's rank."
-            )
-
     # ---------------------------------------------------------------- evaluation
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+    def validation_step(self, batch: Any, *rest: Any, **kwargs: Any) -> Any:
         """The module's validation step, over the pipeline."""
-        return self._evaluate("validation_step", *args, **kwargs)
+        return self._evaluate("validation_step", batch, *rest, **kwargs)
 
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+    def test_step(self, batch: Any, *rest: Any, **kwargs: Any) -> Any:
         """The module's test step, over the pipeline."""
-        return self._evaluate("test_step", *args, **kwargs)
+        return self._evaluate("test_step", batch, *rest, **kwargs)
 
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+    def predict_step(self, batch: Any, *rest: Any, **kwargs: Any) -> Any:
         """The module's predict step, over the pipeline; every rank gets what it returns."""
-        return self._evaluate("predict_step", *args, **kwargs)
+        return self._evaluate("predict_step", batch, *rest, **kwargs)
 
     def _evaluate(self, step: str, batch: Any, *rest: Any, **kwargs: Any) -> Any:
         if self._steps is None:
@@ -269,22 +265,29 @@ class PipelinedStrategy(MeshStrategy):
         run = self._steps.predict if step == "predict_step" else self._steps.evaluate
         turn = self._turns.step() if self._turns is not None else nullcontext()
         # Not under inference mode: it would spoil the sharded parameters for the training steps that follow.
-        with turn, torch.inference_mode(False), torch.no_grad(), self._gathering.all():
-            return run(step, batch, *rest, *kwargs.values())
+        with turn, torch.inference_mode(False), torch.no_grad(), self._gathering.all(), self._shared(batch) as part:
+            return run(step, part, *rest, *kwargs.values())
 
     # ---------------------------------------------------------------- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole weights on rank 0, nothing elsewhere. Every rank calls it."""
+        """Whole weights on rank 0, nothing elsewhere; or what each rank has, where they save together."""
         if self._states is None:
             return super().lightning_module_state_dict()
-        return self._states.weights()
+        return self._states.own_weights() if self._saves_together else self._states.weights()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Whole states on rank 0, nothing elsewhere. Every rank calls it."""
+        """Whole states on rank 0, nothing elsewhere; or what each rank has, where they save together."""
         if self._states is None:
             return super().optimizer_state(optimizer)
-        return self._states.optimizer(_compat.plain_optimizer(optimizer))
+        plain = _compat.plain_optimizer(optimizer)
+        return self._states.own_optimizer(plain) if self._saves_together else self._states.optimizer(plain)
+
+    def optimizer_parameter_names(self) -> list[list[list[str]]] | None:
+        """Names per group per optimizer over all stages; None where this rank's module has every parameter."""
+        if self._states is None:
+            return None
+        return [self._states.names_of(optimizer) for optimizer in self.optimizers]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load whole weights, saved under any layout."""

@@ -117,7 +117,9 @@ class LoggedValues:
         names, error, loss_dtype = self._known[step]
         if error is not None:
             del self._known[step]
-            raise (captured.error if isinstance(captured.error, ConfigError) else ConfigError(error))
+            if isinstance(captured.error, ConfigError):
+                raise captured.error
+            raise ConfigError(error) from captured.error  # where it happened, with its traceback
         numbers = self._broadcast(values, size=len(names) + 1)
         for (name, dtype, metric, kwargs), number in zip(names, numbers[1:].unbind(), strict=True):
             self._module.log(name, self._logged(metric, number.to(dtype)), **kwargs)

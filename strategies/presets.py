@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.specs import ParallelPlan
-from lit_pretrain.specs.parallel import SETTINGS
 from lit_pretrain.strategies.mesh_strategy import MeshStrategy
 from lit_pretrain.strategies.pipeline import PipelinedStrategy
 from lit_pretrain.strategies.processes import Launcher
@@ -86,6 +85,44 @@ class TensorParallelStrategy(MeshStrategy):
         )
 
 
+class ContextParallelStrategy(MeshStrategy):
+    """Every sequence split over the devices of a group, by ring attention; what devices remain share the data.
+
+    For sequences whose activations one device cannot hold. Each rank takes an early and a late piece of each sequence,
+    so that causal attention is the same work for all. The ranks also shard the model as ``stage`` says.
+
+    The module's batches are mappings with ``ids`` and, of the same shape, ``targets`` (already shifted), ``positions``
+    and ``doc_ids``; its steps hand ``batch["positions"]`` to the model, which takes the place of a token from nothing
+    else. What a step logs or predicts is of a rank's own part.
+
+    Args:
+        context_parallel_size: Ranks that share a sequence, whose length is a multiple of twice as many; None for all
+            devices.
+        stage: Of ZeRO, over all devices; see :class:`ZeROStrategy`.
+        plan: Names the attention layers; see :class:`MeshStrategy`. Our GPT has one of its own.
+        launcher: ``script``, ``spawn`` or ``fork``.
+        timeout_s: How long a rank waits for another, in seconds.
+
+    Raises:
+        ConfigError: Sizes that do not fit the ranks or the sequences, listing those that do; a model that offers no
+            place for ring attention, or drops attention weights out.
+    """
+
+    def __init__(
+        self,
+        context_parallel_size: int | None = None,
+        *,
+        stage: int = 1,
+        plan: ParallelPlan | None = None,
+        launcher: Launcher = "script",
+        timeout_s: float = 1800.0,
+    ) -> None:
+        sizes: dict[str, int | None] = {"cp": context_parallel_size}
+        if context_parallel_size is not None:
+            sizes["dp_replicate" if stage == 0 else "dp_shard"] = None
+        super().__init__(sizes=sizes, stage=stage, plan=plan, launcher=launcher, timeout_s=timeout_s)
+
+
 class PipelineParallelStrategy(PipelinedStrategy):
     """The layers of a model spread over the devices of a pipeline; what devices remain share the data.
 
@@ -138,12 +175,12 @@ class PipelineParallelStrategy(PipelinedStrategy):
 
 
 class HybridParallelStrategy(PipelinedStrategy):
-    """Any of them together on one mesh: ZeRO's data parallelism, times a pipeline, times tensor parallelism.
+    """Any of them together on one mesh: ZeRO's data parallelism, times pipeline, context and tensor parallelism.
 
     Args:
         tensor_parallel_size: Ranks that share each matrix.
         pipeline_parallel_size: Ranks that the layers are spread over; see :class:`PipelineParallelStrategy`.
-        context_parallel_size: Not built yet: 1.
+        context_parallel_size: Ranks that share each sequence; see :class:`ContextParallelStrategy`.
         replicate_size: Groups of ranks that hold the same shards.
         shard_size: Ranks over which parameters, gradients or optimizer states are sharded; None for what the other
             sizes leave.
@@ -183,11 +220,6 @@ class HybridParallelStrategy(PipelinedStrategy):
         launcher: Launcher = "script",
         timeout_s: float = 1800.0,
     ) -> None:
-        if context_parallel_size != 1:
-            raise ConfigError(
-                f"{SETTINGS['cp']}={context_parallel_size} is not built yet; use 1, with tensor_parallel_size, "
-                "pipeline_parallel_size, shard_size, replicate_size and stage instead."
-            )
         if stage == 0:
             if shard_size not in (None, 1):
                 raise ConfigError(f"strategy.shard_size={shard_size} shards nothing at strategy.stage=0; leave it out.")
@@ -195,7 +227,12 @@ class HybridParallelStrategy(PipelinedStrategy):
         else:
             sizes = {"dp_replicate": replicate_size, "dp_shard": shard_size}
         super().__init__(
-            sizes={**sizes, "pp": pipeline_parallel_size, "tp": tensor_parallel_size},
+            sizes={
+                **sizes,
+                "pp": pipeline_parallel_size,
+                "cp": context_parallel_size,
+                "tp": tensor_parallel_size,
+            },
             stage=stage,
             schedule=schedule,
             num_microbatches=num_microbatches,

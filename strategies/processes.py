@@ -8,6 +8,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import Tensor
 
@@ -74,13 +76,13 @@ class MeshProcesses(ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """This rank's share of the data: ranks of one tensor-parallel group have the same."""
+        """This rank's share of the data: ranks that share matrices, layers or sequences have the same."""
         return {"num_replicas": self.mesh.dims.data_parallel_size, "rank": self.mesh.data_rank}
 
     @property
     def num_loss_ranks(self) -> int:
         """Ranks whose losses add up to the global batch's."""
-        return self.mesh.dims.data_parallel_size
+        return self.mesh.loss.size()
 
     def _check_before_launch(self) -> None:
         """Refuse what cannot run, while there is one process."""
@@ -89,6 +91,7 @@ class MeshProcesses(ParallelStrategy):
         _ = self.dims  # refused here, before any process starts
         assert self.cluster_environment is not None
         if self.cluster_environment.creates_processes_externally:
+            self._check_environment(self.cluster_environment)
             return
         if self._kind == "script":
             self._launcher = _compat.CheckedScriptLauncher(
@@ -96,6 +99,27 @@ class MeshProcesses(ParallelStrategy):
             )
         else:
             self._launcher = _compat.CheckedForkLauncher(self, check=self._check_before_launch, start_method=self._kind)
+
+    def _check_environment(self, environment: ClusterEnvironment) -> None:
+        """Refuse variables that do not belong to this run, before ranks wait for others that nobody starts."""
+        world, local = self.num_processes * self.num_nodes, environment.local_rank()
+        sizes = f"trainer.devices={self.num_processes} x trainer.num_nodes={self.num_nodes}"
+        if isinstance(environment, LightningEnvironment):
+            if world > 1 and "MASTER_PORT" not in os.environ:
+                raise ConfigError(
+                    f"LOCAL_RANK={local} says that something else starts the {world} ranks, but MASTER_PORT, by which "
+                    "they would find each other, is not set; unset LOCAL_RANK if an earlier run has left it behind."
+                )
+        elif environment.world_size() != world:
+            raise ConfigError(
+                f"The launcher says there are {environment.world_size()} ranks, but {sizes} is {world}; make them "
+                "equal, or unset stale variables such as WORLD_SIZE or SLURM_NTASKS."
+            )
+        if not 0 <= local < self.num_processes:
+            raise ConfigError(
+                f"This process is number {local} on its machine, but {sizes} has only numbers below "
+                f"{self.num_processes}; unset LOCAL_RANK or SLURM_LOCALID if an earlier run has left them behind."
+            )
 
     def set_world_ranks(self, process_idx: int | None = None) -> None:
         """Tell the cluster environment and Lightning which rank this is.
@@ -120,13 +144,7 @@ class MeshProcesses(ParallelStrategy):
         assert self.cluster_environment is not None
         if not dist.is_initialized():
             self.set_world_ranks()
-            world = self.cluster_environment.world_size()
-            if world != self.dims.world_size:
-                raise ConfigError(
-                    f"The launcher says there are {world} ranks, but trainer.devices={self.num_processes} x "
-                    f"trainer.num_nodes={self.num_nodes} is {self.dims.world_size}; make them equal, or unset stale "
-                    "variables such as WORLD_SIZE."
-                )
+            assert self.cluster_environment.world_size() == self.dims.world_size
             _compat.init_process_group(self.cluster_environment, device=self.root_device, timeout=self._timeout)
         if self._mesh is None:
             self._mesh = RankMesh(self.dims, device_type=self.root_device.type)
@@ -165,4 +183,4 @@ class MeshProcesses(ParallelStrategy):
 
     @property
     def _loss_group(self) -> Any:
-        return self.mesh.data.get_group()
+        return self.mesh.loss.get_group()

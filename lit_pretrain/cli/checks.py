@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_pretrain.cli import derive, ranks
+from lit_pretrain.cli.layout import check_layout
 from lit_pretrain.corpus import ShardFolders
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.instantiate.build import build
@@ -86,6 +87,7 @@ def _each(config: Mapping[str, Any], *, multirun: bool) -> list[Callable[[], Non
         lambda: _model(config),
         lambda: _corpus(config),
         lambda: _processes(config, multirun=multirun),
+        lambda: _layout(config),
     ]
 
 
@@ -189,6 +191,18 @@ def _processes(config: Mapping[str, Any], *, multirun: bool) -> None:
             f"{outer.by} started {outer.world_size} ranks, but trainer.devices={trainer.get('devices')} x "
             f"trainer.num_nodes={nodes} is {local * nodes}; make them equal."
         )
+
+
+def _layout(config: Mapping[str, Any]) -> None:
+    """Sizes of the strategy against ranks, model and batch: the ranks would say it later, and all at once."""
+    model, nodes = config["model"], config["trainer"].get("num_nodes", 1)
+    check_layout(
+        config["strategy"],
+        world_size=config["run"]["num_processes"] * nodes,
+        model=build(model, "model") if is_light(model) else None,
+        batch=config["batch"],
+        callbacks=config.get("callbacks") or {},
+    )
 
 
 def writable(run_dir: Path) -> None:

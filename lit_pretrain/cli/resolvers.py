@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lit_pretrain.cli import derive, ranks
+from lit_pretrain.cli import derive, layout, ranks
 from lit_pretrain.errors import ConfigError
 
 
@@ -62,6 +62,11 @@ def _product(*numbers: int) -> int:
     return total
 
 
+def _data_parallel_size(strategy: Any, processes: int, nodes: int) -> int:
+    plain = OmegaConf.to_container(strategy, resolve=True) if OmegaConf.is_config(strategy) else strategy
+    return layout.data_parallel_size(plain, processes * nodes)
+
+
 def register() -> None:
     """Register every resolver; calling it again changes nothing.
 
@@ -69,6 +74,7 @@ def register() -> None:
     """
     plain: dict[str, Callable[..., Any]] = {
         "accumulation": derive.accumulation,
+        "data_parallel_size": _data_parallel_size,
         "every_microbatches": derive.every_microbatches,
         "max_epochs": derive.max_epochs,
         "max_steps": derive.max_steps,

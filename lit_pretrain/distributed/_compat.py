@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -9,6 +10,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate as _repl
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def replicate(module: nn.Module, *, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
@@ -33,3 +35,16 @@ def is_strided(placement: Any) -> bool:
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Several mesh dimensions as one; the method is private although torch's own trainers use it."""
     return mesh._flatten(name)
+
+
+def concatenate(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """Meshes of one or more dimensions as one, also where a dimension was flattened; slicing those by name warns."""
+    return DeviceMesh._concatenate(meshes)
+
+
+def unobserved() -> AbstractContextManager[Any]:
+    """Nothing watches single operations inside: selective checkpointing, for one, keeps results of matrix products.
+
+    It would keep scores of attention, which are changed in place and fill the memory that the ring is there to save.
+    """
+    return _disable_current_modes()

@@ -25,8 +25,17 @@ class RankMesh:
         self.device_mesh = init_device_mesh(
             device_type, tuple(dims.sizes.values()), mesh_dim_names=tuple(str(axis) for axis in dims.sizes)
         )
+        mesh = self.device_mesh
         both = dims.dp_replicate > 1 and dims.dp_shard > 1
-        self._data = _compat.flatten(self.device_mesh["dp_replicate", "dp_shard"], "dp") if both else None
+        self._data = _compat.flatten(mesh["dp_replicate", "dp_shard"], "dp") if both else None
+        # Ranks that share sequences hold parts of one model too, and their gradients add up: they shard it together.
+        self._shard = mesh["dp_shard"] if dims.cp == 1 else mesh["cp"]
+        if dims.cp > 1 and dims.dp_shard > 1:
+            self._shard = _compat.flatten(mesh["dp_shard", "cp"], "dp_shard_cp")
+        self._loss = self.data
+        if dims.cp > 1:
+            replicated = dims.dp_replicate > 1
+            self._loss = _compat.flatten(mesh["dp_replicate", "dp_shard", "cp"], "dp_cp") if replicated else self._shard
 
     def sharding(self, *, replicated: bool = False) -> DeviceMesh:
         """Where parameters are sharded: one dimension, or two, replicate x shard, under hybrid sharding.
@@ -35,10 +44,15 @@ class RankMesh:
             replicated: Nothing is sharded: then it is the one dimension over which parameters are replicated.
         """
         if replicated:
-            return self.data
-        return (
-            self.device_mesh["dp_replicate", "dp_shard"] if self.dims.dp_replicate > 1 else self.device_mesh["dp_shard"]
-        )
+            return self.loss
+        if self.dims.dp_replicate == 1:
+            return self._shard
+        return _compat.concatenate([self.device_mesh["dp_replicate"], self._shard])
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """The ranks over which parameters are sharded: they gather them together."""
+        return self._shard.get_group()
 
     @property
     def data(self) -> DeviceMesh:
@@ -46,6 +60,11 @@ class RankMesh:
         if self._data is not None:
             return self._data
         return self.device_mesh["dp_replicate" if self.dims.dp_replicate > 1 else "dp_shard"]
+
+    @property
+    def loss(self) -> DeviceMesh:
+        """The ranks that see different targets, in one dimension: of other data, or of other parts of its sequences."""
+        return self._loss
 
     @property
     def tensor(self) -> DeviceMesh:

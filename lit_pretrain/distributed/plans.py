@@ -60,6 +60,7 @@ def within(plan: ParallelPlan, prefix: str) -> ParallelPlan:
         plan,
         tensor_parallel={f"{prefix}.{name}": style for name, style in plan.tensor_parallel.items()},
         sharded_dropout=under(plan.sharded_dropout),
+        attention=under(plan.attention),
         units=under(plan.units),
         embed=under(plan.embed),
         blocks=None if plan.blocks is None else f"{prefix}.{plan.blocks}",
@@ -90,7 +91,20 @@ def _hugging_face_plan(model: Any) -> ParallelPlan:
         tensor_parallel=styles,
         divisible={name: value for name, value in limits.items() if isinstance(value, int)},
         units=units or tuple(_repeated_layers(model)),
+        **_pipeline_parts(model, modules),
     )
+
+
+def _pipeline_parts(model: Any, modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """Embedding, blocks and head where the model's configuration lists its parts in the order in which they run."""
+    prefix = f"{model.base_model_prefix}." if model.base_model_prefix in modules else ""
+    order = [prefix + name for name in getattr(model.config, "base_model_pp_plan", None) or {}]
+    at = next((i for i, name in enumerate(order) if isinstance(modules.get(name), nn.ModuleList)), None)
+    if at is None:
+        return {}
+    output = model.get_output_embeddings()
+    heads = [name for name, module in modules.items() if module is output and output is not None]
+    return {"embed": tuple(order[:at]), "blocks": order[at], "head": (*order[at + 1 :], *heads[:1])}
 
 
 def _repeated_layers(module: nn.Module) -> list[str]:

@@ -27,6 +27,7 @@ class AttentionContext:
         mask_B1TS: True where a query may see a key; None where ``is_causal`` says it all.
         is_causal: Plain causal attention among the new tokens.
         cache_length: Tokens already in the cache.
+        doc_ids_BT: Document of each new token, for whoever computes attention otherwise; None: a row is one document.
     """
 
     cos: Tensor | None = None
@@ -34,6 +35,7 @@ class AttentionContext:
     mask_B1TS: Tensor | None = None  # noqa: N815
     is_causal: bool = True
     cache_length: int = 0
+    doc_ids_BT: Tensor | None = None  # noqa: N815
 
 
 def causal_mask(query_length: int, key_length: int, *, device: torch.device) -> Tensor:
@@ -90,14 +92,25 @@ class Attention(nn.Module):
             k_BTHD = rotate(k_BTHD, context.cos, context.sin)
         if cache is not None:
             k_BTHD, v_BTHD = cache.append(k_BTHD, v_BTHD, start=context.cache_length)
-        y_BHTD = F.scaled_dot_product_attention(
-            q_BTHD.transpose(1, 2),
-            k_BTHD.transpose(1, 2),
-            v_BTHD.transpose(1, 2),
+        y_BHTD = self.attend(q_BTHD.transpose(1, 2), k_BTHD.transpose(1, 2), v_BTHD.transpose(1, 2), context)
+        out: Tensor = self.o_proj(y_BHTD.transpose(1, 2).reshape(B, T, -1))
+        return out
+
+    def attend(self, q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, context: AttentionContext) -> Tensor:
+        """Weighted sums of values, (B, H, T, D). Where ranks share a sequence, they put something else in its place.
+
+        Args:
+            q_BHTD: Rotated queries.
+            k_BGSD: Rotated keys, those of the cache included.
+            v_BGSD: Values.
+            context: Mask.
+        """
+        return F.scaled_dot_product_attention(
+            q_BHTD,
+            k_BGSD,
+            v_BGSD,
             attn_mask=context.mask_B1TS,
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=context.is_causal,
             enable_gqa=self.grouped,
         )
-        out: Tensor = self.o_proj(y_BHTD.transpose(1, 2).reshape(B, T, -1))
-        return out

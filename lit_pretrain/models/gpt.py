@@ -182,7 +182,12 @@ class GPT(nn.Module):
         elif start > 0 and length > 1:
             mask = causal_mask(length, start + length, device=ids_BT.device)[None, None]
         return AttentionContext(
-            cos=cos, sin=sin, mask_B1TS=mask, is_causal=mask is None and start == 0, cache_length=start
+            cos=cos,
+            sin=sin,
+            mask_B1TS=mask,
+            is_causal=mask is None and start == 0,
+            cache_length=start,
+            doc_ids_BT=doc_ids_BT,
         )
 
     @property

@@ -41,6 +41,7 @@ def gpt_plan(config: GPTConfig) -> ParallelPlan:
         divisible=tensor_parallel_limits(config),
         sequence_parallel=True,
         sharded_dropout=("blocks.*.attn",),
+        attention=("blocks.*.attn",),
         units=("blocks.*",),
         embed=("wte", "wpe") if config.position == "learned" else ("wte",),
         blocks="blocks",

@@ -144,6 +144,10 @@ class ParallelPlan:
         sequence_parallel: Whether the styles also allow activations between layers to be split along the sequence.
         sharded_dropout: Modules whose dropout acts on split activations, so that its masks must differ between the
             ranks of a tensor-parallel group.
+        attention: Causal attention layers whose product over the sequence may be replaced, so that ranks can share
+            sequences: each has a method ``attend(q_BHTD, k_BGTD, v_BGTD, context)`` that gives (B, H, T, D), and
+            ``context.doc_ids_BT`` where documents are isolated. Everything else in the model must treat each token by
+            itself, and take its place from ``positions``.
         units: Modules that are sharded, gathered and freed as one; the rest is one more unit.
         embed: Modules of the first pipeline stage.
         blocks: The container whose children pipeline stages are cut from.
@@ -154,6 +158,7 @@ class ParallelPlan:
     divisible: Mapping[str, int] = field(default_factory=dict)
     sequence_parallel: bool = False
     sharded_dropout: tuple[str, ...] = ()
+    attention: tuple[str, ...] = ()
     units: tuple[str, ...] = ()
     embed: tuple[str, ...] = ()
     blocks: str | None = None

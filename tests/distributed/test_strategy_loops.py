@@ -100,11 +100,16 @@ def precisions(flag):
     return types.seen, kept, run.precision
 
 
+def precisions_of(flags):
+    return [precisions(flag) for flag in flags]
+
+
 def test_the_precision_flag_is_heard(ranks):
     """A plugin of the strategy's own, set before the trainer's, would make this a silent float32 run."""
     bf16, f32, f64 = torch.bfloat16, torch.float32, torch.float64
-    for flag, computed, kept in (("bf16-mixed", bf16, f32), ("32-true", f32, f32), ("64-true", f64, f64)):
-        for seen, types, name in ranks(2, precisions, flag):
+    cases = (("bf16-mixed", bf16, f32), ("32-true", f32, f32), ("64-true", f64, f64))
+    for results in ranks(2, precisions_of, [flag for flag, _, _ in cases]):
+        for (flag, computed, kept), (seen, types, name) in zip(cases, results, strict=True):
             assert seen == {(computed, computed, computed)}
             assert types == {kept}
             assert name == flag
@@ -196,6 +201,10 @@ class Stack(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+def fresh_stacks():
+    return fresh_stack(Stack), fresh_stack(Classifier)
+
+
 def fresh_stack(cls):
     run = trainer(ZeROStrategy(3), devices=2, max_steps=0, precision="32-true")
     torch.manual_seed(4)
@@ -208,17 +217,13 @@ def fresh_stack(cls):
     return {n: state.whole(p) for n, p in module.named_parameters()}
 
 
-def test_layers_that_can_fill_themselves_start_alike_on_every_rank(ranks):
-    first, second = ranks(2, fresh_stack, Stack)
+def test_layers_that_can_fill_themselves_start_alike_on_every_rank_and_others_are_refused(ranks):
+    (first, message), (second, _) = ranks(2, fresh_stacks)
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert len({tuple(first[f"layers.{i}.weight"].flatten().tolist()) for i in range(3)}) == 3
     assert float(first["layers.0.weight"].abs().max()) <= 0.5  # nn.Linear: uniform within 1 / sqrt(4)
     assert torch.equal(first["norm.weight"], torch.ones(4))
-
-
-def test_a_module_on_the_meta_device_that_nobody_can_fill_is_refused(ranks):
-    for message in ranks(2, fresh_stack, Classifier):
-        assert message.startswith("Classifier is on the meta device, but its layer itself (Classifier) has no reset_")
+    assert message.startswith("Classifier is on the meta device, but its layer itself (Classifier) has no reset_")
 
 
 def masks(sequence_parallel):
@@ -245,14 +250,19 @@ def masks(sequence_parallel):
     return run.strategy.mesh.data_rank, run.strategy.mesh.coordinate("tp"), seen
 
 
+def both_masks():
+    return masks(False), masks(True)
+
+
 def test_dropout_is_alike_where_activations_are_and_only_there(ranks):
-    results = {(data, tp): seen for data, tp, seen in ranks(4, masks, False)}
+    whole, split = zip(*ranks(4, both_masks), strict=True)
+    results = {(data, tp): seen for data, tp, seen in whole}
     for data in (0, 1):
         assert results[data, 0]["embedded"] == results[data, 1]["embedded"]
         assert results[data, 0]["after"] == results[data, 1]["after"]
         assert results[data, 0]["inside"] != results[data, 1]["inside"]
     assert results[0, 0]["embedded"] != results[1, 0]["embedded"]
-    results = {(data, tp): seen for data, tp, seen in ranks(4, masks, True)}
+    results = {(data, tp): seen for data, tp, seen in split}
     assert len({str(seen["embedded"]) for seen in results.values()}) == 4  # four quarters of the activations
 
 
@@ -311,11 +321,6 @@ def read_as_if_alone():
     return "went through"
 
 
-def test_different_batches_in_one_tensor_parallel_group_are_refused_on_every_rank(ranks):
-    for message in ranks(2, read_as_if_alone):
-        assert message.startswith("Ranks of one tensor-parallel group read different batches; let the loader follow")
-
-
 def odd_lengths(sequence_parallel):
     """Training on sequences of 7 tokens with 2 tensor-parallel ranks."""
     short = [{k: v[:, :7] for k, v in batch.items()} for batch in BATCHES]
@@ -325,12 +330,6 @@ def odd_lengths(sequence_parallel):
     except ConfigError as e:
         return str(e)
     return "went through"
-
-
-def test_sequences_that_cannot_be_shared_are_refused_in_training_only(ranks):
-    assert ranks(2, odd_lengths, False) == ["went through"] * 2
-    for message in ranks(2, odd_lengths, True):
-        assert message.startswith("strategy.sequence_parallel=true needs sequences whose length is a multiple of")
 
 
 def laid_out_twice():
@@ -343,6 +342,13 @@ def laid_out_twice():
     return "went through"
 
 
-def test_a_module_of_another_strategy_is_refused(ranks):
-    for message in ranks(2, laid_out_twice):
-        assert "is already sharded by another strategy" in message
+def refused():
+    return read_as_if_alone(), odd_lengths(False), odd_lengths(True), laid_out_twice()
+
+
+def test_what_cannot_work_is_refused_on_every_rank(ranks):
+    for batches, whole, split, twice in ranks(2, refused):
+        assert batches.startswith("Ranks of one tensor-parallel group read different batches; let the loader follow")
+        assert whole == "went through"
+        assert split.startswith("strategy.sequence_parallel=true needs sequences whose length is a multiple of")
+        assert "is already sharded by another strategy" in twice

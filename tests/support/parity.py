@@ -5,6 +5,7 @@ The reference is the same module in one process, in float64, on the whole of eve
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import lightning.pytorch as pl
@@ -189,6 +190,16 @@ def _exact(values: list[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+def share_of(want: dict[str, Any], got: dict[str, Any]) -> dict[str, Any]:
+    """Of a whole model's results those that a pipeline's rank has too."""
+    names = got["weights"]
+    return {
+        **want,
+        "weights": {n: want["weights"][n] for n in names},
+        "gradients": [{n: g[n] for n in names} for g in want["gradients"]],
+    }
+
+
 def differences(got: dict[str, Any], want: dict[str, Any]) -> dict[str, float]:
     """Greatest difference of losses, norms, gradients and weights, each relative to the greatest value above 1."""
     assert len(got["losses"]) == len(want["losses"])
@@ -208,3 +219,39 @@ def differences(got: dict[str, Any], want: dict[str, Any]) -> dict[str, float]:
         greatest = max([1.0, *(float(w.abs().max()) for _, w in both)])
         out[kind] = max(float((g - w).abs().max()) for g, w in both) / greatest
     return out
+
+
+@functools.cache
+def reference(style: str, tied: bool, accumulate: int, layers: int, rows: int) -> dict[str, Any]:
+    """The same training in this process alone."""
+    return train("auto", style=style, tied=tied, accumulate=accumulate, layers=layers, rows=rows)
+
+
+def train_all(world: int, cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One rank's trainings, one after the other in one process."""
+    return [train(strategy, devices=world, **model) for strategy, model in cases]
+
+
+def check(ranks: Any, world: int, cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """Compare trainings under strategies with those of one process.
+
+    Args:
+        ranks: The fixture.
+        world: Ranks.
+        cases: Settings of a HybridParallelStrategy, and of ``train`` where they are not those of a tied GPT-2.
+    """
+    usual = {"style": "gpt2", "tied": True, "accumulate": 1, "layers": 2, "rows": 12}
+    cases = [(strategy, {**usual, **model}) for strategy, model in cases]
+    outputs = ranks(world, train_all, world, cases, timeout_s=400)
+    for i, (strategy, model) in enumerate(cases):
+        want = reference(**model)
+        assert max(want["norms"]) > 0.2  # clipping is at work
+        results = [output[i] for output in outputs]
+        assert set().union(*(got["weights"] for got in results)) == set(want["weights"])
+        has_parts = strategy.get("pipeline_parallel_size", 1) > 1
+        for got in results:
+            assert (set(got["weights"]) < set(want["weights"])) == has_parts
+            assert got["sharded"]
+            found = differences(got, share_of(want, got))
+            assert all(value <= BOUND for value in found.values()), (strategy, model, found)
+            assert abs(got["val"] / want["val"] - 1) <= 1e-6  # logged as float32

@@ -107,9 +107,9 @@ class Classifier(pl.LightningModule):
 class Rows(pl.LightningDataModule):
     """48 rows to train on, 22 to validate: the last batch is shorter, and data-parallel ranks get unequal numbers."""
 
-    def __init__(self, *, batch: int = 8) -> None:
+    def __init__(self, *, batch: int = 8, rows: int = 48) -> None:
         super().__init__()
-        self.batch = batch
+        self.batch, self.rows = batch, rows
 
     def _loader(self, seed: int, rows: int) -> DataLoader[Any]:
         draw = torch.Generator().manual_seed(seed)
@@ -121,7 +121,7 @@ class Rows(pl.LightningDataModule):
         return DataLoader(TensorDataset(x[picked], y[picked]), batch_size=self.batch)
 
     def train_dataloader(self) -> Any:
-        return self._loader(1, 48)
+        return self._loader(1, self.rows)
 
     def val_dataloader(self) -> Any:
         return self._loader(2, 22)

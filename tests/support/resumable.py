@@ -28,6 +28,7 @@ from lit_pretrain.callbacks import (
 )
 from lit_pretrain.corpus import ShardFolders, ShardWriter
 from lit_pretrain.data import TokenDataModule
+from lit_pretrain.distributed import state
 from lit_pretrain.distributed.checkpoint import catalog
 from lit_pretrain.module import GPTModule
 from lit_pretrain.plugins import FolderCheckpointIO
@@ -185,6 +186,7 @@ def run(
     accumulation: int = 2,
     dropout: float = 0.2,
     folders: bool = False,
+    replicas: int | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Train from the newest checkpoint of the folder, or from the start; give what has to be equal.
@@ -199,13 +201,17 @@ def run(
         accumulation: Microbatches per update; their size follows.
         dropout: Probability.
         folders: Checkpoints are folders, written in the background.
+        replicas: Ranks that read different rows; None for all.
         settings: Of the trainer.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     Path(folder).mkdir(parents=True, exist_ok=True)
     seed(folder)
     data = TokenDataModule(
-        corpus(Path(root)), sequence_length=T, micro_batch_size=ROWS // accumulation // world, global_batch_size=ROWS
+        corpus(Path(root)),
+        sequence_length=T,
+        micro_batch_size=ROWS // accumulation // (replicas or world),
+        global_batch_size=ROWS,
     )
     counters = RunCounters()
     saver = RunCheckpoint(**({"every_n_steps": 1, "keep_last": 3} | (checkpoint or {})))
@@ -231,12 +237,14 @@ def run(
 
 
 def outcome(trainer: pl.Trainer, module: Any) -> dict[str, Any]:
-    """Weights, optimizer state and random state, as bytes and numbers."""
+    """This rank's weights, optimizer state and random state, as bytes and numbers."""
     stopping = [c.state_dict() for c in trainer.callbacks if isinstance(c, EarlyStopping)]
     return {
-        "weights": {name: value.numpy().tobytes() for name, value in module.state_dict().items()},
+        "weights": {name: state.local(value).numpy().tobytes() for name, value in module.state_dict().items()},
         "optimizer": [
-            value.numpy().tobytes() for state in trainer.optimizers[0].state.values() for value in state.values()
+            state.local(value).numpy().tobytes()
+            for values in trainer.optimizers[0].state.values()
+            for value in values.values()
         ],
         "random": drawn(),
         "step": trainer.global_step,

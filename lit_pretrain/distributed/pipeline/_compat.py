@@ -18,6 +18,22 @@ from lit_pretrain.distributed.pipeline.stand_ins import Inbox
 # Its warnings and the dump of a whole schedule on any error bury the error itself.
 logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
 
+
+class DualPipeV(torch_schedules.ScheduleDualPipeV):
+    """torch's, sending each result as soon as it is there.
+
+    torch 2.13 runs the forward and the backward that are meant to overlap one after the other, and sends the forward's
+    result after both: its neighbour waits for nothing.
+    """
+
+    def _prepare_schedule_with_comms(self, actions: dict[int, list[Any]], *args: Any, **kwargs: Any) -> None:
+        flat = {
+            rank: [one for action in order for one in (getattr(action, "sub_actions", None) or (action,))]
+            for rank, order in actions.items()
+        }
+        super()._prepare_schedule_with_comms(flat, *args, **kwargs)
+
+
 TRAINING: dict[str, type[Any]] = {
     "gpipe": torch_schedules.ScheduleGPipe,
     "1f1b": torch_schedules.Schedule1F1B,
@@ -25,7 +41,7 @@ TRAINING: dict[str, type[Any]] = {
     "looped_bfs": torch_schedules.ScheduleLoopedBFS,
     "zero_bubble": torch_schedules.ScheduleInterleavedZeroBubble,
     "zbv": torch_schedules.ScheduleZBVZeroBubble,
-    "dualpipev": torch_schedules.ScheduleDualPipeV,
+    "dualpipev": DualPipeV,
 }
 # Forwards alone need no clever order; these take any number of microbatches, down to one.
 EVALUATING: dict[str, type[Any]] = {
@@ -44,7 +60,6 @@ class Stage(PipelineStage):
     - It gathers sharded parameters before each backward: split backwards look parameters up before FSDP's own hooks
       have gathered them, and gave wrong gradients without an error.
     - It reduces gradients at the end of an accumulation window only, and never in evaluation.
-    - A V schedule can evaluate: the hand-over between two stages of one rank asserts that there is a backward.
 
     Args:
         view: The stage's modules.
@@ -98,15 +113,6 @@ class Stage(PipelineStage):
             self._fwd_outputs_for_bwd_meta = self._fwd_inputs_for_bwd_meta = None
             self._fwd_kwargs_tensors_for_bwd_meta = None
 
-    def get_local_bwd_output(self, mb_index: int) -> Any:
-        """Input gradients for the stage before, on the same rank."""
-        return super().get_local_bwd_output(mb_index) if self.has_backward else None  # type: ignore[no-untyped-call]
-
-    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        """Output gradients from the stage after, on the same rank."""
-        if self.has_backward:
-            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
-
 
 def make_schedule(kind: type[Any], stages: list[Stage], microbatches: int, loss: Any) -> Any:
     """A schedule of torch over this rank's stages.
@@ -120,6 +126,7 @@ def make_schedule(kind: type[Any], stages: list[Stage], microbatches: int, loss:
 def keep_forwards_only(schedule: Any) -> None:
     """Leave out of an evaluating schedule what has to do with backward or with gathering parameters.
 
+    With backward in it, torch's V schedules assert in evaluation, where a rank hands gradients to its other stage.
     Whoever evaluates gathers beforehand, once: ranks of other pipelines, with other numbers of microbatches, take part.
     """
     if not isinstance(schedule, PipelineScheduleMulti):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_pretrain.distributed import state
@@ -48,6 +49,11 @@ class StageStates:
         merged = {name: value for part in reversed(parts) for name, value in part.items()}
         return {name: merged.pop(name) for name in self._state_names if name in merged} | merged
 
+    def own_weights(self) -> dict[str, Any]:
+        """The whole state dict, with tensors on the meta device where another stage has the values. No copy is made."""
+        own = self._module.state_dict()
+        return {name: own[name] if name in own else _elsewhere() for name in dict.fromkeys((*self._state_names, *own))}
+
     def load_weights(self, whole: Mapping[str, Any], *, strict: bool) -> None:
         """Load this rank's share of a whole state dict.
 
@@ -81,6 +87,43 @@ class StageStates:
             groups.append({**settings[key], "params": indices})
             out |= {i: entries[name] for i, name in zip(indices, group_names, strict=True) if name in entries}
         return {**own, "state": out, "param_groups": groups}
+
+    def own_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole optimizer state as one process would number it, on every rank, tensors as in ``own_weights``."""
+        own, names = optimizer.state_dict(), self._names(optimizer)
+        here = dict(zip(_flat(names.values()), _indices(own), strict=True))
+        outline = {
+            name: {key: None if isinstance(v, Tensor) else v for key, v in own["state"][index].items()}
+            for name, index in here.items()
+            if index in own["state"]
+        }
+        settings = {
+            key: {k: v for k, v in group.items() if k != "params"}
+            for key, group in zip(names, own["param_groups"], strict=True)
+        }
+        every: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(every, (names, outline, settings), group=self._group)
+        merged: dict[str, Any] = {}
+        for _, part, _ in reversed(every):
+            merged |= part
+        groups: list[Any] = []
+        entries: dict[int, Any] = {}
+        for key, group_names in self._ordered([part for part, _, _ in every]).items():
+            start = sum(len(group["params"]) for group in groups)
+            indices = list(range(start, start + len(group_names)))
+            groups.append({**next(s[key] for _, _, s in every if key in s), "params": indices})
+            for index, name in zip(indices, group_names, strict=True):
+                if name in here and here[name] in own["state"]:
+                    entries[index] = own["state"][here[name]]
+                elif name in merged:
+                    entries[index] = {k: _elsewhere() if v is None else v for k, v in merged[name].items()}
+        return {**own, "state": entries, "param_groups": groups}
+
+    def names_of(self, optimizer: Optimizer) -> list[list[str]]:
+        """Names of the parameters of each group over all stages, in the order of ``own_optimizer``."""
+        every: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(every, self._names(optimizer), group=self._group)
+        return list(self._ordered(every).values())
 
     def load_optimizer(self, optimizer: Optimizer, whole: Mapping[str, Any]) -> None:
         """Load this rank's share of a whole optimizer state.
@@ -132,3 +175,15 @@ class StageStates:
             key: sorted({n for groups in ranks for n in groups.get(key, [])}, key=self._places.__getitem__)
             for key in dict.fromkeys(keys)
         }
+
+
+def _elsewhere() -> Tensor:
+    return torch.empty(0, device="meta")
+
+
+def _flat(groups: Iterable[list[str]]) -> list[str]:
+    return [name for group in groups for name in group]
+
+
+def _indices(state: Mapping[str, Any]) -> list[int]:
+    return [index for group in state["param_groups"] for index in group["params"]]

@@ -13,8 +13,13 @@ from torch import nn
 
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.module import GPTModule
-from lit_pretrain.specs import GPTConfig, GradientNorm, LossRanks
-from lit_pretrain.strategies import HybridParallelStrategy, TensorParallelStrategy, ZeROStrategy
+from lit_pretrain.specs import GPTConfig, GradientNorm, LossRanks, ParallelDims
+from lit_pretrain.strategies import (
+    ContextParallelStrategy,
+    HybridParallelStrategy,
+    TensorParallelStrategy,
+    ZeROStrategy,
+)
 
 
 def trainer(strategy, devices=1, **settings):
@@ -52,7 +57,7 @@ def loader():
         (lambda: HybridParallelStrategy(shard_size=2, stage=0), "strategy.shard_size=2 shards nothing at"),
         (lambda: ZeROStrategy(3, launcher="mpi"), "strategy.launcher='mpi' must be one of script, spawn, fork."),
         (lambda: ZeROStrategy(3, timeout_s=0), "strategy.timeout_s=0 must be above 0."),
-        (lambda: HybridParallelStrategy(context_parallel_size=2), "strategy.context_parallel_size=2 is not built yet"),
+        (lambda: ParallelDims(cp=0), "strategy.context_parallel_size=0 must be a whole number of at least 1."),
     ],
 )
 def test_settings(make, message):
@@ -89,6 +94,7 @@ def test_sizes_that_do_not_fit_the_ranks(strategy, devices, message):
             TensorParallelStrategy(),
             "strategy.tensor_parallel_size=2 must divide model.n_kv_head=3",
         ),
+        (gpt(dropout=0.1), 2, ContextParallelStrategy(), "model.dropout=0.1 needs whole rows of attention weights"),
     ],
 )
 def test_a_model_that_does_not_fit(module, devices, strategy, message):
@@ -122,6 +128,7 @@ def test_names_are_registered():
         assert isinstance(strategy, ZeROStrategy)
         assert strategy.zero.stage == stage
     assert isinstance(StrategyRegistry.get("tp"), TensorParallelStrategy)
+    assert isinstance(StrategyRegistry.get("cp"), ContextParallelStrategy)
     assert isinstance(trainer("zero2").strategy, ZeROStrategy)
 
 
@@ -150,5 +157,9 @@ def test_dimensions_follow_the_devices():
         "dp_replicate": 2, "dp_shard": 2, "pp": 1, "cp": 1, "tp": 1,
     }  # fmt: skip
     assert trainer(TensorParallelStrategy(), 4).strategy.dims.tp == 4
+    assert trainer("cp", 4).strategy.dims.cp == 4
+    assert trainer(ContextParallelStrategy(2, stage=3), 4).strategy.dims.sizes == {
+        "dp_replicate": 1, "dp_shard": 2, "pp": 1, "cp": 2, "tp": 1,
+    }  # fmt: skip
     both = trainer(HybridParallelStrategy(tensor_parallel_size=2, stage=3), 8, num_nodes=2).strategy.dims
     assert (both.dp_shard, both.tp, both.world_size) == (8, 2, 16)
