@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
 import os
@@ -12,7 +13,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -72,6 +73,17 @@ def _arguments(argv: list[str]) -> Iterator[None]:
 
 
 @contextmanager
+def _sweep_folder() -> Iterator[None]:
+    """A sweep's folder is its own until it is over."""
+    with ExitStack() as held:
+        before = report.HELD.set(held)
+        try:
+            yield
+        finally:
+            report.HELD.reset(before)
+
+
+@contextmanager
 def _sigterm_raises() -> Iterator[None]:
     """SIGTERM unwinds a sweep, so that joblib ends its workers; while ranks run, it goes to them instead."""
     if threading.current_thread() is not threading.main_thread():
@@ -86,6 +98,21 @@ def _sigterm_raises() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _scratch() -> Iterator[str]:
+    """A folder that is gone afterwards.
+
+    Raises:
+        ConfigError: There is no place for one.
+    """
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="lit-pretrain-")
+    except OSError as e:
+        raise ConfigError(f"no temporary folder can be made ({e}); name a place for it with TMPDIR=....") from e
+    with folder as name:
+        yield name
 
 
 def run_verb(verb: str, argv: list[str]) -> int:
@@ -111,12 +138,15 @@ def run_verb(verb: str, argv: list[str]) -> int:
         argv = module.prepare_arguments(argv)
     if not ranks.is_rank_zero():  # torchrun, srun: one rank writes the log file
         argv = [*argv, "hydra/job_logging=stdout"]
-    with tempfile.TemporaryDirectory(prefix="lit-pretrain-") as scratch:
-        note = Path(scratch) / "sweep"
-        # With HYDRA_FULL_ERROR Hydra raises what went wrong instead of printing it and leaving the process.
-        ours = {ranks.COMMAND_VARIABLE: ranks.this_command(), NOTE_VARIABLE: str(note)}
-        with environment(HYDRA_FULL_ERROR="1", **ours):
-            return _run(verb, job, argv, note)
+    try:
+        with _scratch() as scratch:
+            note = Path(scratch) / "sweep"
+            # With HYDRA_FULL_ERROR Hydra raises what went wrong instead of printing it and leaving the process.
+            ours = {ranks.COMMAND_VARIABLE: ranks.this_command(), NOTE_VARIABLE: str(note)}
+            with environment(HYDRA_FULL_ERROR="1", **ours):
+                return _run(verb, job, argv, note)
+    except ConfigError as e:
+        return _complain(str(e))
 
 
 def _help(verb: str, argv: list[str]) -> int:
@@ -134,7 +164,7 @@ def _run(verb: str, job: Callable[..., Any], argv: list[str], note: Path) -> int
     application = hydra.main(version_base="1.3", config_path="pkg://lit_pretrain.conf", config_name=verb)(job)
     try:
         # The plain name: shell completion registers itself under it.
-        with _logging(), _own_classes(), _sigterm_raises(), _arguments(["lit-pretrain", *argv]):
+        with _sweep_folder(), _logging(), _own_classes(), _sigterm_raises(), _arguments(["lit-pretrain", *argv]):
             application()
     except KeyboardInterrupt:
         return _complain("interrupted.", code=130)
@@ -163,6 +193,8 @@ def _say_why(e: BaseException | None, verb: str, argv: list[str]) -> int:
         return _complain(str(e))
     if e is not None and hints.knows(e):
         return _complain(hints.explain(e, verb, argv))
+    if isinstance(e, OSError) and e.errno == errno.ENOSPC:
+        return _complain("there is no space left on the disk; free some, or choose another with output_root=....")
     if isinstance(e, OSError) and e.filename is not None:
         return _complain(f"{e.filename}: {e.strerror}; choose another folder with output_root=... or run_id=....")
     traceback.print_exception(e)

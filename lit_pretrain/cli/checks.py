@@ -107,9 +107,10 @@ def _length(config: Mapping[str, Any]) -> None:
 
 def _folder(config: Mapping[str, Any]) -> None:
     """Without a name of its own a run would land in the folder that holds all runs, or in the root of the disk."""
-    for key, example in (("run_id", "run_id=first"), ("output_root", "output_root=outputs")):
-        if config[key] is None or not str(config[key]).strip():
-            raise ConfigError(f"{key}={config[key]!r} must name a folder, such as {example}; or leave it out.")
+    derive.run_name(config["run_id"])
+    root = config["output_root"]
+    if root is None or not str(root).strip():
+        raise ConfigError(f"output_root={root!r} must name a folder, such as output_root=outputs; or leave it out.")
 
 
 def _precision(config: Mapping[str, Any]) -> None:

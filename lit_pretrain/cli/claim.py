@@ -16,8 +16,11 @@ class InUseError(ConfigError):
 
 
 @contextmanager
-def claimed(run_dir: Path) -> Iterator[None]:
+def claimed(run_dir: Path) -> Iterator[int]:
     """Have a run folder for oneself; the operating system gives it back when the process ends, however it ends.
+
+    A process that inherits the descriptor given here has the folder too, for as long as it lives: ranks still save when
+    the command that started them was killed.
 
     Args:
         run_dir: The run folder; it exists.
@@ -28,7 +31,7 @@ def claimed(run_dir: Path) -> Iterator[None]:
     handle = os.open(run_dir, os.O_RDONLY)  # the folder itself is locked: no file is left behind
     try:
         _lock(handle, run_dir)
-        yield
+        yield handle
     finally:
         os.close(handle)
 
@@ -44,6 +47,9 @@ def _lock(handle: int, run_dir: Path) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as e:
-        raise InUseError(f"another process is training in {run_dir}; wait for it, or choose another run_id=....") from e
+        raise InUseError(
+            f"another process is training in {run_dir}, or saves there before it ends; wait for it, or choose another "
+            f"run_id=...."
+        ) from e
     except OSError:  # a file system without locks
         return

@@ -72,6 +72,22 @@ def whole(name: str, value: object, *, least: int = 1) -> int:
     return value
 
 
+def run_name(name: object) -> str:
+    """The name of a run, which is that of its folder below ``output_root``.
+
+    Raises:
+        ConfigError: It is none, or leads out of that folder.
+    """
+    text = "" if name is None else str(name)
+    if not text.strip():
+        raise ConfigError(f"run_id={name!r} must name a folder, such as run_id=first; or leave it out.")
+    if text.startswith(("/", "~")) or any(part in ("", ".", "..") for part in text.rstrip("/").split("/")):
+        raise ConfigError(f"run_id={text!r} must lie below output_root; name another folder with output_root=....")
+    if "=" in text or not text.isprintable():
+        raise ConfigError(f"run_id={text!r} must have neither '=' nor control characters; use letters, digits and -.")
+    return text
+
+
 def accumulation(global_batch_size: object, micro_batch_size: object, data_parallel_size: int) -> int:
     """Microbatches per update on each data-parallel rank.
 

@@ -7,15 +7,23 @@ launcher finishes a batch and then raises the first failure only.
 from __future__ import annotations
 
 import json
+import os
 import traceback
+from contextlib import ExitStack
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TextIO
 
 from hydra.experimental.callback import Callback
 
+from lit_pretrain.cli.claim import InUseError, claimed
+from lit_pretrain.cli.launch import Failed
 from lit_pretrain.errors import ConfigError, RankError
 
 FILE = "failure.json"
+
+HELD: ContextVar[ExitStack | None] = ContextVar("held", default=None)
+"""What the command holds until its sweep is over; None where no command runs it."""
 
 
 def clear(run_dir: Path) -> None:
@@ -24,11 +32,16 @@ def clear(run_dir: Path) -> None:
 
 
 def write(run_dir: Path, overrides: list[str], error: BaseException) -> None:
-    """Leave a job's failure in its folder."""
+    """Leave a job's failure in its folder, complete or not at all."""
     known = isinstance(error, (ConfigError, RankError))
     text = str(error) if known else "".join(traceback.format_exception(error))
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / FILE).write_text(json.dumps({"overrides": overrides, "text": text}), encoding="utf-8")
+    draft = run_dir / f".{FILE}.tmp"
+    try:
+        draft.write_text(json.dumps({"overrides": overrides, "text": text}), encoding="utf-8")
+        os.replace(draft, run_dir / FILE)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def print_failures(sweep_dir: Path, out: TextIO) -> int:
@@ -46,7 +59,7 @@ def print_failures(sweep_dir: Path, out: TextIO) -> int:
 
 
 class SweepReport(Callback):
-    """Hydra callback that notes where a sweep's jobs go, and clears what an earlier sweep of that name left.
+    """Hydra callback that takes the sweep's folder, notes where it is, and clears what an earlier sweep left there.
 
     Hydra skips the end of a sweep's callbacks when a job raises, so only the start is used.
 
@@ -58,8 +71,19 @@ class SweepReport(Callback):
         self.note = note
 
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
-        """Hydra calls this before the first job."""
+        """Hydra calls this before the first job.
+
+        Raises:
+            Failed: Another sweep runs under this name.
+        """
         sweep_dir = Path(str(config.hydra.sweep.dir)).absolute()
+        held = HELD.get()
+        if held is not None:
+            try:
+                sweep_dir.mkdir(parents=True, exist_ok=True)
+                held.enter_context(claimed(sweep_dir))
+            except (InUseError, OSError) as e:
+                raise Failed from e  # Hydra makes a warning of an Exception here
         for old in sweep_dir.glob(f"*/{FILE}"):
             old.unlink()
         if self.note:

@@ -91,6 +91,7 @@ def _run(config: DictConfig, run_dir: Path, *, multirun: bool, begin: Callable[[
     speaks = outer is None or outer.rank == 0
     with ExitStack() as stack:
         plain: dict[str, Any] = {}
+        held: list[int] = []
 
         def composed() -> Mapping[str, Any]:
             sentences = merging.stays(config, words_of(HydraConfig.get()))
@@ -102,7 +103,7 @@ def _run(config: DictConfig, run_dir: Path, *, multirun: bool, begin: Callable[[
         def decide() -> dict[str, Any]:
             checks.check(plain, multirun=multirun)
             checks.writable(run_dir)
-            stack.enter_context(claimed(run_dir))
+            held.append(stack.enter_context(claimed(run_dir)))
             decision = resume.decide(plain, run_dir, named=named, say=_say)
             if decision.kind == "new" and (curves := earlier_curves(run_dir)):
                 _say(curves)
@@ -124,7 +125,8 @@ def _run(config: DictConfig, run_dir: Path, *, multirun: bool, begin: Callable[[
             save_for_hydra(config, run_dir)
             save(plain, run_dir / launch.RESOLVED)
         if outer is None and not plain["run"]["inline"]:
-            return launch.run(run_dir, plain["run"]["num_processes"], orphan_of=ranks.command_to_watch())
+            watched = ranks.command_to_watch()
+            return launch.run(run_dir, plain["run"]["num_processes"], orphan_of=watched, keep_open=held)
         from lit_pretrain.instantiate.job import train
 
         return train(plain)

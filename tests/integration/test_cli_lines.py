@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import errno
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from lit_pretrain.cli import EXAMPLES, VERBS, main
-
-CONF = Path(__file__).parent / "cli_toy" / "conf"
-TRAIN = ["train", "--config-dir", str(CONF), "model=tiny"]
+from lit_pretrain.cli.claim import claimed
+from tests.integration.cli_processes import CONF, TRAIN, run_here
 
 
 @pytest.fixture(autouse=True)
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def run(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    code = main(list(words))
-    out, err = capfd.readouterr()
-    return code, out, err
 
 
 WRONG_SETTINGS = {
@@ -36,7 +26,7 @@ WRONG_SETTINGS = {
     "optimiser.lr=1": "optimiser is not a setting of train; did you mean 'optimizer'?",
     "optimizer=adam": "optimizer=adam does not exist; did you mean 'adamw'?",
     "schedule=cosine": "schedule=cosine does not exist; did you mean 'warmup_cosine'?",
-    "precision=fp16": "precision=fp16 does not exist; did you mean",
+    "precision=fp61": "precision=fp61 does not exist; did you mean",
     "experiment=demos": "experiment=demos does not exist; did you mean 'demo'?",
     "callbacks.cliping.max_norm=1": "callbacks.cliping is not a setting of callbacks; did you mean 'clipping'?",
     "~callbacks.cliping": "callbacks.cliping is not a setting of callbacks; did you mean 'clipping'?",
@@ -47,6 +37,10 @@ WRONG_SETTINGS = {
     "~length": "trainer.max_steps follows from length.steps, which is not there.",
     # values
     "run_id=": "run_id='' must name a folder, such as run_id=first; or leave it out.",
+    "run_id=../x": "run_id='../x' must lie below output_root; name another folder with output_root=....",
+    "run_id=.": "run_id='.' must lie below output_root",
+    "run_id=/tmp/x": "run_id='/tmp/x' must lie below output_root",
+    "run_id='a=b'": "run_id='a=b' must have neither '=' nor control characters; use letters, digits and -.",
     "output_root=null": "output_root=None must name a folder, such as output_root=outputs; or leave it out.",
     "length.steps=null": "no length of training is given; set one of length.steps, length.tokens and length.epochs.",
     "length.tokens=5000": "length.steps=4 and length.tokens=5000 disagree: 5000 tokens are 10 steps of 512 tokens",
@@ -85,7 +79,7 @@ WRONG_SETTINGS = {
 @pytest.mark.parametrize(("word", "sentence"), WRONG_SETTINGS.items(), ids=list(WRONG_SETTINGS))
 def test_wrong_settings(capfd: pytest.CaptureFixture[str], word: str, sentence: str) -> None:
     words = word.split(" ") if word.startswith("precision") else [word]
-    code, out, err = run(capfd, *TRAIN, "length.steps=4", "trainer=cpu", *words)
+    code, out, err = run_here(capfd, *TRAIN, "length.steps=4", "trainer=cpu", *words)
     assert (code, out) == (1, "")
     assert err.startswith("lit-pretrain: ")
     assert sentence in err
@@ -107,7 +101,7 @@ WRONG_COMBINATIONS = {
 
 @pytest.mark.parametrize(("words", "sentence"), WRONG_COMBINATIONS.items())
 def test_wrong_combinations(capfd: pytest.CaptureFixture[str], words: tuple[str, ...], sentence: str) -> None:
-    code, out, err = run(capfd, *TRAIN, "length.steps=4", *words)
+    code, out, err = run_here(capfd, *TRAIN, "length.steps=4", *words)
     assert (code, out) == (1, "")
     assert sentence in err
     assert err.count("\n") == 1
@@ -115,18 +109,38 @@ def test_wrong_combinations(capfd: pytest.CaptureFixture[str], words: tuple[str,
 
 def test_a_file_in_the_way_of_the_run_folder(capfd: pytest.CaptureFixture[str], workplace: Path) -> None:
     (workplace / "outputs").write_text("")
-    code, _, err = run(capfd, *TRAIN, "length.steps=4")
+    code, _, err = run_here(capfd, *TRAIN, "length.steps=4")
     assert code == 1
     assert "outputs" in err
     assert "choose another" in err
     assert "Traceback" not in err
 
 
+def test_no_place_for_temporary_files(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("tempfile.tempdir", "/nowhere")
+        code, _, err = run_here(capfd, *TRAIN, "length.steps=4")
+    assert code == 1
+    assert err.startswith("lit-pretrain: no temporary folder can be made (")
+    assert err.endswith("name a place for it with TMPDIR=....\n")
+
+
+def test_a_disk_that_is_full_from_the_start(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("lit_pretrain.cli.train.save", full)
+    code, _, err = run_here(capfd, *TRAIN, "length.steps=4")
+    assert code == 1
+    assert err.startswith("lit-pretrain: there is no space left on the disk; free some, or choose another")
+    assert err.count("\n") == 1
+
+
 def test_broken_yaml_names_its_line(capfd: pytest.CaptureFixture[str], workplace: Path) -> None:
     folder = workplace / "mine" / "experiment"
     folder.mkdir(parents=True)
     (folder / "x.yaml").write_text("a: 1\nb: [1\nc: 2\n")
-    code, _, err = run(capfd, "train", "--config-dir", "mine", "experiment=x")
+    code, _, err = run_here(capfd, "train", "--config-dir", "mine", "experiment=x")
     assert code == 1
     assert "x.yaml, line 3: not valid YAML" in err
     assert "Traceback" not in err
@@ -136,7 +150,7 @@ def test_what_a_users_file_merges_in_is_checked_too(capfd: pytest.CaptureFixture
     folder = workplace / "mine" / "experiment"
     folder.mkdir(parents=True)
     (folder / "x.yaml").write_text("# @package _global_\noptimiser: {lr: 1}\nlength: {steps: 1}\n")
-    code, _, err = run(
+    code, _, err = run_here(
         capfd,
         "train",
         "--config-dir",
@@ -153,7 +167,7 @@ def test_an_earlier_run_is_not_touched(capfd: pytest.CaptureFixture[str], workpl
     saved = workplace / "outputs" / "one" / "checkpoints" / "last.ckpt"
     saved.parent.mkdir(parents=True)
     saved.write_bytes(b"weights")
-    code, _, err = run(capfd, *TRAIN, "run_id=one", "length.steps=4", "debug=fast")
+    code, _, err = run_here(capfd, *TRAIN, "run_id=one", "length.steps=4", "debug=fast")
     assert code == 1
     assert "holds an earlier run with the checkpoint last.ckpt" in err
     assert err.count("\n") == 1
@@ -163,12 +177,28 @@ def test_an_earlier_run_is_not_touched(capfd: pytest.CaptureFixture[str], workpl
 
 
 def test_every_failed_job_of_a_sweep_is_printed(capfd: pytest.CaptureFixture[str], workplace: Path) -> None:
-    code, _, err = run(capfd, *TRAIN, "-m", "run_id=s", "length.steps=4", "run.inline=true", "seed=1,2")
+    code, _, err = run_here(capfd, *TRAIN, "-m", "run_id=s", "length.steps=4", "run.inline=true", "seed=1,2")
     assert code == 1
     assert err.count("run.inline=true is for one job of one process") == 2
     assert "2 of 2 jobs failed: 0, 1" in err
     assert "Traceback" not in err
     assert sorted(p.name for p in (workplace / "outputs" / "s").iterdir() if p.is_dir()) == ["0", "1"]
+
+
+def test_two_sweeps_of_one_name(capfd: pytest.CaptureFixture[str], workplace: Path) -> None:
+    folder = workplace / "outputs" / "s"
+    (folder / "0").mkdir(parents=True)
+    (folder / "0" / "failure.json").write_text("of the other sweep")
+    words = [*TRAIN, "-m", "run_id=s", "length.steps=4", "run.inline=true", "seed=1,2"]
+    with claimed(folder):
+        code, _, err = run_here(capfd, *words)
+        assert code == 1
+        assert err.startswith(f"lit-pretrain: another process is training in {folder}")
+        assert err.count("\n") == 1
+        assert (folder / "0" / "failure.json").read_text() == "of the other sweep"
+    assert "2 of 2 jobs failed: 0, 1" in run_here(capfd, *words)[2]
+    with claimed(folder):  # given back
+        pass
 
 
 WRONG_RUNS = {
@@ -213,7 +243,7 @@ def test_a_verb_without_a_whole_run(
         (workplace / name / "resolved.yaml").write_text(text)
     with zipfile.ZipFile(workplace / "saved" / "checkpoints" / "last.ckpt", "w") as archive:
         archive.writestr("last/data.pkl", b"")
-    code, out, err = run(capfd, verb, *words)
+    code, out, err = run_here(capfd, verb, *words)
     assert (code, out) == (1, "")
     assert sentence in err
     assert err.count("\n") == 1
@@ -232,7 +262,7 @@ WRONG_EXPLANATIONS = {
 
 @pytest.mark.parametrize(("word", "sentence"), WRONG_EXPLANATIONS.items(), ids=list(WRONG_EXPLANATIONS))
 def test_wrong_explanations(capfd: pytest.CaptureFixture[str], word: str, sentence: str) -> None:
-    code, out, err = run(capfd, "explain", "length.steps=4", word)
+    code, out, err = run_here(capfd, "explain", "length.steps=4", word)
     assert (code, out) == (1, "")
     assert sentence in err
     assert err.count("\n") == 1
@@ -255,119 +285,8 @@ COMPOSED = (
 @pytest.mark.slow  # the same sentences once more
 @pytest.mark.parametrize("word", [word for word in WRONG_SETTINGS if word.startswith(COMPOSED)])
 def test_explain_says_what_train_says(capfd: pytest.CaptureFixture[str], word: str) -> None:
-    code, out, err = run(capfd, "explain", *TRAIN[1:], "length.steps=4", word)
+    code, out, err = run_here(capfd, "explain", *TRAIN[1:], "length.steps=4", word)
     assert code == 1
     assert err.count("\n") == 1
     # A value with a hole in its grammar stops the composition.
     assert WRONG_SETTINGS[word] in (out.split("\nillegal\n")[1] if out else err)
-
-
-# What works
-
-
-@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
-def test_usage_explains_the_verbs(capfd: pytest.CaptureFixture[str], words: list[str]) -> None:
-    code, out, _ = run(capfd, *words)
-    assert code == 0
-    assert all(verb in out and text in out for verb, text in VERBS.items())
-    assert EXAMPLES in out
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_verbs_help_and_configuration(capfd: pytest.CaptureFixture[str], verb: str) -> None:
-    words = [verb, *TRAIN[1:]] if verb in ("train", "explain") else [verb]
-    code, out, err = run(capfd, *words, "--help")
-    assert (code, err) == (0, "")
-    assert out.startswith(f"lit-pretrain {verb}")
-    setting = {"train": "seed:", "explain": "utilisation:", "generate": "seed:"}.get(verb, ": ")
-    assert setting in out
-    code, out, err = run(capfd, *words, "--cfg", "job")
-    assert (code, err) == (0, "")
-    assert setting in out
-
-
-@pytest.mark.parametrize("words", ["--help", "train --help", "generate --cfg job", "inspect --help"])
-def test_a_closed_pager_is_no_error(words: str) -> None:
-    line = f"{sys.executable} -m lit_pretrain.cli {words} | true; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("0\n", "")
-
-
-def test_help_lists_every_group_as_hydra_does(capfd: pytest.CaptureFixture[str], workplace: Path) -> None:
-    from hydra._internal.config_loader_impl import ConfigLoaderImpl
-    from hydra._internal.utils import create_config_search_path
-
-    folder = workplace / "mine" / "optimizer"
-    folder.mkdir(parents=True)
-    (folder / "sgd.yaml").write_text("{}\n")
-    code, out, _ = run(capfd, "train", "--config-dir", "mine", "optimizer=sgd", "--help")
-    assert code == 0
-    loader = ConfigLoaderImpl(create_config_search_path("pkg://lit_pretrain.conf"))
-    for group in loader.list_groups(""):
-        options = loader.get_group_options(group)
-        if group != "hydra" and options:
-            mine = ["sgd"] if group == "optimizer" else []
-            assert f"\n{group}: {', '.join(sorted([*options, *mine]))}\n" in out
-    assert "\noptimizer: {}\n" in out
-
-
-def test_info(workplace: Path) -> None:
-    words = [sys.executable, "-m", "lit_pretrain.cli", *TRAIN, "--info", "defaults", "seed=1"]
-    out = subprocess.run(words, check=True, capture_output=True, text=True, cwd=workplace).stdout
-    assert "optimizer/adamw" in out
-
-
-def test_a_users_folder_extends_ours(capfd: pytest.CaptureFixture[str], workplace: Path) -> None:
-    folder = workplace / "mine" / "experiment"
-    folder.mkdir(parents=True)
-    (folder / "x.yaml").write_text(
-        "# @package _global_\ndefaults:\n  - override /optimizer: adamw\noptimizer: {lr: 0.5}\n"
-    )
-    code, out, _ = run(
-        capfd, "train", "--config-dir", "mine", f"hydra.searchpath=[file://{CONF}]", "model=tiny", "experiment=x",
-        "length.steps=1", "--cfg", "job", "--resolve",
-    )  # fmt: skip
-    assert code == 0
-    assert "lr: 0.5" in out
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("lit-pretrain ", " ".join(VERBS)),
-        ("lit-pretrain expl", "explain"),
-        ("lit-pretrain evaluate tex", "text="),
-        ("lit-pretrain inspect ver", "verify="),
-        ("lit-pretrain explain schedule=warm", "schedule=warmup_cosine"),
-        ("lit-pretrain explain explain.dev", "explain.device="),
-        ("lit-pretrain ge", "generate"),
-        ("lit-pretrain train optimi", "optimized_metric=\toptimizer=\toptimizer."),
-        ("lit-pretrain train schedule=warm", "schedule=warmup_cosine"),
-        ("lit-pretrain train optimizer.weight", "optimizer.weight_decay="),
-        ("lit-pretrain generate tempe", "temperature="),
-    ],
-)
-def test_completion(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str, expected: str
-) -> None:
-    monkeypatch.setenv("COMP_LINE", line)
-    monkeypatch.setenv("COMP_POINT", str(len(line)))
-    code, out, _ = run(capfd, "-sc", "query=bash")
-    assert code == 0
-    assert sorted(out.split()) == sorted(expected.split())
-
-
-def test_nothing_heavy_is_loaded_and_nothing_left_behind(workplace: Path) -> None:
-    code = (
-        "import os, sys\n"
-        "from lit_pretrain.cli import main\n"
-        "before = dict(os.environ), list(sys.argv)\n"
-        f"assert main({[*TRAIN, 'length.steps=1', 'seed=-1']!r}) == 1\n"
-        "assert main(['generate', 'run=nowhere']) == 1\n"
-        "assert main(['evaluate', 'nowhere']) == 1\n"
-        "assert main(['inspect', 'nowhere']) == 1\n"
-        "assert (dict(os.environ), sys.argv) == before\n"
-        "loaded = {'torch', 'lightning', 'torchmetrics', 'transformers'} & set(sys.modules)\n"
-        "assert not loaded, loaded\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=workplace, env={**os.environ})

@@ -3,79 +3,34 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
+import shlex
 import signal
-import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-PROGRAM = (str(Path(sys.executable).with_name("lit-pretrain")),)
-TOY = Path(__file__).parent / "cli_toy"
-WORDS = ("--config-dir", "conf", "experiment=toy", "model=toy")
-TWO_RANKS = ("trainer.devices=2", "strategy=ddp")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
+from tests.integration.cli_processes import (
+    PROGRAM,
+    TORCHRUN,
+    TWO_RANKS,
+    WORDS,
+    alive,
+    finish,
+    free_port,
+    output,
+    start,
+    wait_for,
+    witnesses,
+    workplace,
+)
 
 
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
-    """A user's folder: own configuration and own classes, found without installing anything."""
-    shutil.copytree(TOY, tmp_path, dirs_exist_ok=True)
-    return tmp_path
-
-
-def start(work: Path, *words: str, program: Sequence[str] = PROGRAM, **env: str) -> subprocess.Popen[bytes]:
-    with open(work / "out.txt", "wb") as out:
-        return subprocess.Popen(
-            [*program, "train", *WORDS, *words],
-            cwd=work,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **env},
-            start_new_session=True,
-        )
-
-
-def finish(work: Path, *words: str, timeout: float = 240, program: Sequence[str] = PROGRAM) -> tuple[int, str]:
-    code = start(work, *words, program=program).wait(timeout)
-    return code, output(work)
-
-
-def output(work: Path) -> str:
-    return (work / "out.txt").read_text()
-
-
-def witnesses(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(p.read_text()) for p in sorted(run_dir.glob("witness-*.json"))]
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 120) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.1)
-    return False
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    return workplace(tmp_path)
 
 
 def test_one_process(work: Path) -> None:
@@ -118,6 +73,7 @@ def test_two_jobs_of_two_ranks(work: Path) -> None:
         assert a["pid"] != b["pid"]
         assert a["root"] == b["root"] == str(work / "outputs" / "s" / job)
         assert a["env"]["MASTER_PORT"] == b["env"]["MASTER_PORT"]
+        assert a["env"]["PL_GLOBAL_SEED"] == b["env"]["PL_GLOBAL_SEED"] == "1"
         ports.add(a["pid"])
     assert len(ports) == 2  # fresh processes for the second job
 
@@ -159,18 +115,21 @@ def test_a_signal_ends_every_rank_and_the_sweep(work: Path, signum: int, code: i
 
 @pytest.mark.slow
 def test_two_sweeps_at_once_do_not_meet(work: Path) -> None:
-    sweeps = [start(work, "-m", "seed=1,2", "debug=fast") for _ in range(2)]
-    assert [p.wait(240) for p in sweeps] == [0, 0], output(work)
+    sweeps = [start(work, "-m", "seed=1,2", "debug=fast", *TWO_RANKS, log=f"{i}.txt") for i in range(2)]
+    assert [p.wait(240) for p in sweeps] == [0, 0], output(work, "0.txt") + output(work, "1.txt")
     folders = list((work / "outputs").iterdir())
     assert len(folders) == 2
-    assert all(len(witnesses(f / job)) == 1 for f in folders for job in "01")
+    seen = [witnesses(folder / job) for folder in folders for job in "01"]
+    assert [len(job) for job in seen] == [2, 2, 2, 2]
+    assert len({w["pid"] for job in seen for w in job}) == 8
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["--standalone", "static"])
+@pytest.mark.parametrize("how", ["--standalone", "static", "-m"])
 def test_ranks_of_torchrun_agree_on_the_folder(work: Path, how: str) -> None:
-    how = how if how == "--standalone" else f"--master-port={free_port()}"
-    code, out = finish(work, *TWO_RANKS, program=(*TORCHRUN, how, "--no-python", *PROGRAM))
+    where = f"--master-port={free_port()}" if how == "static" else "--standalone"
+    what = ("-m", "lit_pretrain.cli") if how == "-m" else ("--no-python", *PROGRAM)
+    code, out = finish(work, *TWO_RANKS, program=(*TORCHRUN, where, *what))
     assert code == 0, out
     (folder,) = (work / "outputs").iterdir()
     assert len(witnesses(folder)) == 2
@@ -185,10 +144,9 @@ def test_a_sweep_under_torchrun_is_refused(work: Path) -> None:
     assert "-m under torchrun would run the whole sweep in every rank" in out
 
 
-@pytest.mark.slow
-def test_ranks_of_srun_agree_on_the_folder(work: Path) -> None:
+def srun() -> dict[str, str]:
     """What srun sets, without Slurm."""
-    common = {
+    return {
         "SLURM_NTASKS": "2",
         "SLURM_NTASKS_PER_NODE": "2",
         "SLURM_JOB_ID": "77",
@@ -199,18 +157,87 @@ def test_ranks_of_srun_agree_on_the_folder(work: Path) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
+
+
+@pytest.mark.slow
+def test_ranks_of_srun_agree_on_the_folder(work: Path) -> None:
+    common = srun()
     ranks = [start(work, *TWO_RANKS, **common, SLURM_PROCID=str(r), SLURM_LOCALID=str(r)) for r in range(2)]
     assert [p.wait(240) for p in ranks] == [0, 0], output(work)
     assert [p.name for p in (work / "outputs").iterdir()] == ["slurm-77.0"]
     assert len(witnesses(work / "outputs" / "slurm-77.0")) == 2
 
 
+OTHER_RATE = "rank 1 was started with other settings: optimizer.lr is 0.2 there and 0.1 on rank 0"
+
+
 @pytest.mark.slow
-def test_joblib_launcher(work: Path) -> None:
-    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    words = ("-m", "run_id=s", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "callbacks.fail.rank=-1,0")
-    code, out = finish(work, *words, "debug=fast")
-    assert code == 1, out
-    assert "boom on rank 0" in out
-    assert "1 of 2 jobs failed: 1" in out
-    assert (work / "outputs/s/0/result.json").exists()
+def test_ranks_of_torchrun_with_other_settings_are_refused(work: Path) -> None:
+    other = ("bash", "-c", f'exec {PROGRAM[0]} "$@" optimizer.lr=0.$((RANK+1))', "x")
+    code, out = finish(work, "run_id=s", *TWO_RANKS, program=(*TORCHRUN, "--standalone", "--no-python", *other))
+    assert code != 0
+    assert out.count(OTHER_RATE) == 2, out  # each rank says it
+    assert "Traceback" not in out.split("torch/distributed/elastic")[0]
+    assert not list(work.glob("outputs/s/witness*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["optimizer.lr=0.1", "optimizer.lr=0.2"], OTHER_RATE),
+        (["length.steps=3", "length.steps=null"], "rank 1 has no configuration: "),
+        (["seed=-1", "seed=-1"], "seed=-1 must be a whole number"),
+    ],
+)
+def test_ranks_of_srun_are_refused_together(work: Path, words: list[str], sentence: str) -> None:
+    common = srun()
+    ranks = [
+        start(work, *TWO_RANKS, words[r], log=f"out{r}.txt", **common, SLURM_PROCID=str(r), SLURM_LOCALID=str(r))
+        for r in range(2)
+    ]
+    assert [p.wait(120) for p in ranks] == [1, 1]
+    said = [(work / f"out{r}.txt").read_text() for r in range(2)]
+    assert sentence in said[0]
+    assert sentence in said[1] or (sentence.startswith("rank 1 has") and "no length of training is given" in said[1])
+    assert all("Traceback" not in text for text in said)
+    assert not list(work.glob("outputs/*/witness*"))
+
+
+SAVING = (
+    "callbacks=default",
+    "~callbacks.sampler",
+    "~callbacks.throughput",
+    "~callbacks.progress",
+    "validation.every_steps=5",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("signum", "ranks"), [(signal.SIGTERM, 2), (signal.SIGUSR1, 1)])
+def test_a_preempted_run_says_how_to_go_on(work: Path, signum: int, ranks: int) -> None:
+    many = TWO_RANKS if ranks == 2 else ()
+    process = start(work, "run_id=p", "length.steps=25", "callbacks.fail.how=slow", *SAVING, *many)
+    run_dir = work / "outputs" / "p"
+    assert wait_for(lambda: len(list(run_dir.glob("witness-*.json"))) == ranks), output(work)
+    time.sleep(0.5)
+    process.send_signal(signum)
+    assert process.wait(60) == 75, output(work)
+    out = output(work)
+    assert "Traceback" not in out
+    result = json.loads((run_dir / "result.json").read_text())
+    assert (result["ended"], result["signal"]) == ("preempted", signal.Signals(signum).name)
+    assert 0 < result["steps"] < 25
+    said = f"saved {result['checkpoint']} at update {result['steps']} and stopped. Go on with:\n  lit-pretrain train "
+    assert said in out
+    command = out.rpartition("\n  lit-pretrain train ")[2].split("\n")[0]
+    assert command.endswith("run_id=p resume=auto")
+    assert not (run_dir / "errors").exists()
+    seen = subprocess.run([*PROGRAM, "inspect", str(run_dir)], capture_output=True, text=True, check=True).stdout
+    assert f"preempted at update {result['steps']} " in seen
+    assert command.replace("--config-dir conf", f"--config-dir {work}/conf") in seen
+    with open(work / "out.txt", "wb") as log:
+        again = [*PROGRAM, "train", *shlex.split(command)]
+        assert subprocess.run(again, cwd=work, stdout=log, stderr=log, check=False).returncode == 0, output(work)
+    assert f"goes on from {result['checkpoint']}, update {result['steps']}." in output(work)
+    assert json.loads((run_dir / "result.json").read_text())["steps"] == 25

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 
 from lit_pretrain.cli import main
 from lit_pretrain.cli.saved import read_checkpoint
+from lit_pretrain.distributed.checkpoint import files
 from lit_pretrain.instantiate import checkpoints
 from tests.conf import tiny
 
@@ -161,11 +164,23 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def seal(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the manifest and let everything fit again, as somebody with intent would."""
+    content = json.loads((folder / "manifest.json").read_text())
+    change(content)
+    data = json.dumps(content).encode()
+    (folder / "manifest.json").write_bytes(data)
+    (folder / "COMPLETE").write_text(files.checksum(data))
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "tensors": lambda folder: flip(next((folder / "tensors").glob("*.distcp"))),
     "tree": lambda folder: flip(folder / "trainer.json"),
     "manifest": lambda folder: flip(folder / "manifest.json"),
     "no end": lambda folder: (folder / "COMPLETE").unlink(),
+    "truncated": lambda folder: os.truncate(folder / "trainer.json", 100),
+    "later version": lambda folder: seal(folder, lambda manifest: manifest.update(version=99)),
+    "empty": lambda folder: [path.unlink() for path in folder.rglob("*") if path.is_file()],
 }
 
 
@@ -181,6 +196,37 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(
     assert "step-00000004 was passed over" in err
     assert "goes on from" in err
     assert "zz-00000009, update 2" in err
+
+
+class Evil:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.mark,)
+
+
+def test_a_malicious_index_is_refused_and_nothing_runs(
+    root: Path, shards: list[str], capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Every checksum fits: somebody with intent made it. It is not passed over in silence, and nothing is lost."""
+    folder = root / "one" / "checkpoints" / "step-00000004"
+    data = pickle.dumps(Evil(tmp_path / "ran"))
+    (folder / "tensors" / ".metadata").write_bytes(data)
+    entry = {"bytes": len(data), "checksum": files.checksum(data)}
+    seal(folder, lambda manifest: manifest["files"].update({"tensors/.metadata": entry}))
+    assert command(root, shards, "run_id=one", "length.steps=6", "resume=auto") == 1
+    err = capfd.readouterr().err
+    assert ".metadata is not trusted: it asks for" in err
+    assert "nothing in it was run" in err
+    assert "Traceback" not in err
+    assert main(["generate", f"run={root}/one", "device=cpu"]) == 1
+    assert main(["inspect", f"{root}/one", "verify=true"]) == 0
+    assert "is not trusted" in capfd.readouterr().out
+    assert not (tmp_path / "ran").exists()
+    assert steps(root / "one") == [2, 4]
+    older = root / "one" / "checkpoints" / "step-00000002"
+    assert command(root, shards, "run_id=other", "length.steps=6", f"resume='{older}'") == 0
 
 
 def test_nothing_but_damage_is_refused(root: Path, shards: list[str], capfd: pytest.CaptureFixture[str]) -> None:
@@ -230,6 +276,25 @@ def test_curves_go_on(root: Path, shards: list[str]) -> None:
         found = [event.step for event in events.Scalars(name)]
         assert found == sorted(set(found)), (name, found)
     assert [event.step for event in events.Scalars("train/loss")][-4:] == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("name", ["été β 漢🙂", "it's [1], {a: 1}", "a/b/c", "-m", "null"])
+def test_a_run_of_any_name_goes_on(
+    tmp_path: Path, shards: list[str], capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    root = tmp_path / 'Läufe & "more", x'
+    quoted = name.replace("'", "\\'")
+    words = [*shards, *tiny.SHRINK, *WORDS, f"output_root='{root}'", f"run_id='{quoted}'"]
+    assert main(["train", *words, "length.steps=2"]) == 0
+    assert steps(root / name) == [2]
+    assert main(["train", *words, "length.steps=4", "resume=auto"]) == 0
+    assert steps(root / name) == [2, 4]
+    capfd.readouterr()
+    assert main(["inspect", f"run={root / name}"]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert "finished" in out
+    assert main(["generate", f"run={root / name}", "device=cpu", "max_new_tokens=2"]) == 0
 
 
 def test_lightnings_files_go_on_too(tmp_path: Path, shards: list[str]) -> None:

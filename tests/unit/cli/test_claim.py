@@ -32,6 +32,19 @@ def test_another_process_trains_there(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_ranks_have_it_for_as_long_as_they_live(tmp_path: Path) -> None:
+    """The command was killed; a rank that inherited the descriptor still saves."""
+    with claimed(tmp_path) as handle:
+        rank = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[handle])
+    try:
+        with pytest.raises(ConfigError, match="or saves there before it ends"), claimed(tmp_path):
+            pass
+    finally:
+        rank.communicate()
+    with claimed(tmp_path):
+        pass
+
+
 def test_curves_that_will_mix_are_announced(tmp_path: Path) -> None:
     assert earlier_curves(tmp_path) == ""
     (tmp_path / "tensorboard").mkdir()

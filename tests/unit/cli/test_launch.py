@@ -178,6 +178,19 @@ def test_ranks_may_save_when_asked_to_stop(run_dir: Path, signum: int, raised: t
     assert signal.getsignal(signum) is before
 
 
+def test_ranks_may_save_when_a_handler_leaves(run_dir: Path) -> None:
+    """As submitit's does, once it has asked SLURM to put the job back into the queue."""
+    before = signal.signal(signal.SIGUSR2, lambda *_: sys.exit(-1))
+    try:
+        thread = signal_when_ready(run_dir, signal.SIGUSR2)
+        with pytest.raises(SystemExit):
+            go(run_dir, SAVES)
+        thread.join()
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert [(run_dir / f"saved{r}").read_text() for r in (0, 1)] == ["SIGTERM", "SIGTERM"]
+
+
 def test_ranks_that_do_not_listen_are_killed_after_the_grace(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "GRACE_S", 0.5)
     thread = signal_when_ready(run_dir, signal.SIGTERM)
