@@ -37,15 +37,12 @@ class DataCourse:
         self.is_open = False
         self._is_leaving_out = False  # in a window that is not trained on
 
-    def start(self, trainer: Trainer, *, is_resumed: bool) -> int:
+    def start(self, trainer: Trainer, *, is_resumed: bool) -> None:
         """Read the ledger's file. Every rank calls it when training starts.
 
         Args:
             trainer: In ``on_train_start``.
             is_resumed: This object's own state was restored.
-
-        Returns:
-            Entries of the file that the checkpoint did not hold: jumps that are made again.
 
         Raises:
             DataError: The file is damaged, or tells of another run.
@@ -68,7 +65,6 @@ class DataCourse:
                 self._file.append(entry)
         if ahead:
             rank_zero_info(f"The ledger {self._file.path} holds {ahead} jumps over bad data that are made again.")
-        return ahead
 
     def enter(self, trainer: Trainer, entry: Skip) -> None:
         """Add an entry; on the disk before the run goes on."""

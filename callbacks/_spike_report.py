@@ -73,7 +73,7 @@ def as_text(details: dict[str, Any], *, reason: str, action: str) -> str:
 
 
 def continuation(trainer: Trainer) -> TensorBoardContinuation:
-    """The trainer's, or one that has only us to serve."""
+    """The trainer's, or one that has only us to serve; call it in ``setup``, before anything is logged."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, TensorBoardContinuation):
             return callback

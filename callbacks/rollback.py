@@ -24,8 +24,9 @@ from lit_pretrain.callbacks._update_drop import UpdateDrop
 from lit_pretrain.callbacks.clipping import GradientClipping
 from lit_pretrain.callbacks.counters import RunCounters
 from lit_pretrain.callbacks.order import Order, move_to_place
+from lit_pretrain.callbacks.tensorboard import TensorBoardContinuation
 from lit_pretrain.errors import ConfigError
-from lit_pretrain.spikes import Decision, RollbackPolicy, Skip, SkipLedger, SpikeDetector, SpikeRule
+from lit_pretrain.spikes import Decision, RollbackPolicy, SkipLedger, SpikeDetector, SpikeRule
 
 Mode = Literal["rollback", "skip", "warn"]
 
@@ -63,7 +64,6 @@ class LossSpikeRollback(Callback):
         disk: A folder on a local disk to hold the snapshots, in place of memory.
 
     Attributes:
-        rollbacks: How often it acted, over all resumes.
         stop_reason: Why it ended the run; None when it did not.
 
     Raises:
@@ -95,7 +95,6 @@ class LossSpikeRollback(Callback):
         self.policy = policy if policy is not None else RollbackPolicy()
         self.every_n_steps = every_n_steps
         self.keep = keep
-        self.rollbacks = 0
         self.stop_reason: str | None = None
         self._watch = SpikeWatch(
             detector if isinstance(detector, SpikeDetector) else SpikeDetector(detector), monitor=monitor
@@ -103,6 +102,7 @@ class LossSpikeRollback(Callback):
         self._alarm = Alarm(alarm)
         self._course = DataCourse(None if ledger is None else Path(ledger))
         self._disk = None if disk is None else Path(disk)
+        self._curves = TensorBoardContinuation()
         self._updates = 0  # applied
         self._is_resumed = False
         self._begin_anew()
@@ -124,11 +124,14 @@ class LossSpikeRollback(Callback):
         return self._course.ledger
 
     @property
+    def rollbacks(self) -> int:
+        """How often it acted, over all resumes."""
+        return len(self.ledger)
+
+    @property
     def snapshot_bytes(self) -> int:
         """Memory that snapshots take on this rank, in bytes."""
         return 0 if self._moments is None else self._moments.size
-
-    # ---------------------------------------------------------------- set-up
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a second owner of the same decision; take the right place among the callbacks."""
@@ -139,17 +142,20 @@ class LossSpikeRollback(Callback):
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         self._clipping = next((c for c in callbacks if isinstance(c, GradientClipping)), None)
         move_to_place(trainer, self)
+        self._curves = _spike_report.continuation(trainer)
         self._watch.detector.reset()
         self._course.forget()
-        self.rollbacks, self.stop_reason = 0, None
+        self.stop_reason = None
         self._updates, self._is_resumed = 0, False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the ledger; listen to optimizers and batches."""
         self._watch.start(trainer)
+        if self._curves not in trainer.callbacks:  # type: ignore[attr-defined]
+            self._curves.on_train_start(trainer, pl_module)
         if not self._is_resumed:
             self._updates = trainer.global_step
-        self.rollbacks += self._course.start(trainer, is_resumed=self._is_resumed)
+        self._course.start(trainer, is_resumed=self._is_resumed)
         self._hooks = [
             o.register_step_post_hook(self._note_step) for o in trainer.optimizers if isinstance(o, Optimizer)
         ]
@@ -164,8 +170,6 @@ class LossSpikeRollback(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Listen to this epoch's batches; the loaders may be others."""
         self._listen(trainer)
-
-    # ---------------------------------------------------------------- data
 
     def _listen(self, trainer: Trainer) -> None:
         _compat_rewind.listen_to_fetches(
@@ -195,12 +199,10 @@ class LossSpikeRollback(Callback):
         windows, self._windows = self._windows, None
         if windows is not None:
             _compat_loops.set_windows_closed(trainer, windows)
-            _spike_report.continuation(trainer).restart(trainer, step=windows)
+            self._curves.restart(trainer, step=windows)
         for seen, text in self._to_log:
             _spike_report.log(trainer, seen, rollbacks=self.rollbacks, text=text)
         self._to_log = []
-
-    # ---------------------------------------------------------------- an update
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Where a window begins, take a snapshot if it is time."""
@@ -226,7 +228,7 @@ class LossSpikeRollback(Callback):
             self._moments.wait()
         if self._drop is not None:
             before = self._watch.detector.state_dict()
-            self._watch.send(trainer, update=self._updates + 1, norm=self._norm())
+            self._watch.send(trainer, update=self._updates + 1, norm=self._norm)
             for seen in self._watch.look(wait=True):
                 if seen.verdict.is_spike:
                     self._drop.drop(optimizer)
@@ -254,9 +256,10 @@ class LossSpikeRollback(Callback):
         self._updates += 1
         if self.mode == "skip":
             return
-        self._watch.send(trainer, update=self._updates, norm=self._norm())
+        self._watch.send(trainer, update=self._updates, norm=self._norm)
         self._look(trainer, wait=self._must_know(trainer))
 
+    @property
     def _norm(self) -> Tensor | None:
         return None if self._clipping is None else self._clipping.norm
 
@@ -289,8 +292,6 @@ class LossSpikeRollback(Callback):
         """No epoch's end either."""
         self.before_save(trainer)
 
-    # ---------------------------------------------------------------- spikes
-
     def _look(self, trainer: Trainer, *, wait: bool) -> None:
         for seen in self._watch.look(wait=wait):
             if seen.verdict.is_spike:
@@ -315,7 +316,7 @@ class LossSpikeRollback(Callback):
         )
         if decision.skip is not None and decision.restore is not None:
             kept = moments.kept_by(decision.restore)
-            self._enter(trainer, replace(decision.skip, details={**details, "snapshots": kept}))
+            self._course.enter(trainer, replace(decision.skip, details={**details, "snapshots": kept}))
         if decision.restore is not None:
             moment = moments.go_back(trainer, decision.restore)
             self._watch.rewind(moment.detector)
@@ -334,13 +335,9 @@ class LossSpikeRollback(Callback):
             grad_norm=seen.grad_norm,
         )
         if decision.skip is not None:
-            self._enter(trainer, replace(decision.skip, details=details))
+            self._course.enter(trainer, replace(decision.skip, details=details))
         self._announce(trainer, seen, details, action=_spike_report.action(decision))
         self._stop_if(trainer, decision)
-
-    def _enter(self, trainer: Trainer, entry: Skip) -> None:
-        self._course.enter(trainer, entry)
-        self.rollbacks += 1
 
     def _announce(self, trainer: Trainer, seen: Seen, details: dict[str, Any], *, action: str) -> None:
         text = _spike_report.as_text(details, reason=seen.verdict.reason, action=action)
@@ -354,8 +351,6 @@ class LossSpikeRollback(Callback):
             self.stop_reason = decision.stop
             trainer.should_stop = True
 
-    # ---------------------------------------------------------------- saving
-
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """From here on the run is to act like one that resumes from this checkpoint."""
         if self._moments is not None:
@@ -368,7 +363,6 @@ class LossSpikeRollback(Callback):
             "ledger": self.ledger.state_dict(),
             "position": self._course.position,
             "updates": self._updates,
-            "rollbacks": self.rollbacks,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -376,10 +370,7 @@ class LossSpikeRollback(Callback):
         self._watch.load_state_dict({key: state_dict[key] for key in ("detector", "waiting")})
         self._course.ledger = SkipLedger.from_state(state_dict["ledger"])
         self._course.position, self._updates = int(state_dict["position"]), int(state_dict["updates"])
-        self.rollbacks = int(state_dict["rollbacks"])
         self._is_resumed = True
-
-    # ---------------------------------------------------------------- the end
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say the last word to the loggers; give the memory back."""

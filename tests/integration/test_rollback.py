@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 
+from lit_pretrain.callbacks import TensorBoardContinuation
 from lit_pretrain.spikes import RollbackPolicy
 from tests.support import resumable, spiking
 from tests.support.spiking import differing
@@ -177,3 +179,30 @@ def test_a_fresh_run_in_the_folder_of_another_begins_anew(root: str, tmp_path: P
     again = rolled_back(root, tmp_path, poison=[13], ckpt_path=None)
     assert again["ledger"] == [(12, 12, 14, 14)]
     assert (tmp_path / "rolled-back" / "spikes-before-1.jsonl").exists()
+
+
+@pytest.mark.parametrize("continuation", [True, False])
+def test_curves_have_no_zigzag(root: str, tmp_path: Path, continuation: bool) -> None:
+    """Read as TensorBoard reads it: one loss per update, none of them of the window that was taken back."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = tmp_path / "rolled-back"
+    logger = TensorBoardLogger(folder, name="board", version="")
+    extra = [TensorBoardContinuation()] if continuation else []
+    got = rolled_back(root, tmp_path, poison=[13], extra=extra, logger=logger, log_every_n_steps=1)
+    assert got["rollbacks"] == 1
+    reader = EventAccumulator(str(folder / "board"))
+    reader.Reload()
+    losses = reader.Scalars("train/loss")
+    assert [event.step for event in losses] == list(range(resumable.UPDATES))
+    assert max(event.value for event in losses) < 6.0
+    told = {tag: reader.Scalars(f"spike/{tag}")[-1] for tag in ("rollbacks", "update", "loss", "z")}
+    assert told["rollbacks"].value == 1.0
+    assert told["update"].value == 14.0
+    assert told["loss"].value > 100.0
+    assert told["loss"].step == 12  # where the curve goes on
+    assert "tensors" in reader.Tags()
+    (text,) = reader.Tensors("spike/text_summary")
+    said = text.tensor_proto.string_val[0].decode()
+    assert "Update 14" in said
+    assert "26, 27" in said
