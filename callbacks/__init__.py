@@ -7,8 +7,11 @@ from lit_pretrain.callbacks.baseline_report import BaselineReport
 from lit_pretrain.callbacks.budget import ChinchillaBudget
 from lit_pretrain.callbacks.clipping import GradientClipping
 from lit_pretrain.callbacks.counters import RunCounters
+from lit_pretrain.callbacks.data_annealing import DataAnnealing
 from lit_pretrain.callbacks.exact_resume import ExactResume
+from lit_pretrain.callbacks.gradient_statistics import GradientStatistics
 from lit_pretrain.callbacks.learning_rate import LearningRateSchedule
+from lit_pretrain.callbacks.non_finite import NonFiniteGuard
 from lit_pretrain.callbacks.order import Order, sort_callbacks
 from lit_pretrain.callbacks.preemption import PreemptionCheckpoint
 from lit_pretrain.callbacks.progress import PretrainProgress
@@ -29,10 +32,13 @@ from lit_pretrain.callbacks.throughput import ThroughputMonitor
 __all__ = [
     "BaselineReport",
     "ChinchillaBudget",
+    "DataAnnealing",
     "ExactResume",
     "GradientClipping",
+    "GradientStatistics",
     "LearningRateSchedule",
     "LossSpikeRollback",
+    "NonFiniteGuard",
     "Order",
     "PreemptionCheckpoint",
     "PretrainProgress",

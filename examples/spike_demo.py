@@ -34,8 +34,8 @@ from lit_pretrain.specs import GPTConfig
 from lit_pretrain.spikes import RobustRule, RollbackPolicy
 
 VOCABULARY, LENGTH, ROWS = 2048, 128, 8
-UPDATES = 260
-POISON = range(140, 150)  # updates whose targets are wrong
+UPDATES = 220
+POISON = range(120, 130)  # updates whose targets are wrong
 
 
 class PoisonedData(TokenDataModule):
