@@ -31,7 +31,7 @@ from lit_pretrain.planning.layouts import check_tensor_parallel
 from lit_pretrain.specs import ParallelPlan
 from lit_pretrain.strategies import _compat
 from lit_pretrain.strategies.evaluation import EvaluationTurns
-from lit_pretrain.strategies.precision import adapt, policies
+from lit_pretrain.strategies.precision import GivenPrecision, adapt, given, policies
 from lit_pretrain.strategies.processes import Launcher, MeshProcesses
 
 GROUPS = {"tp": "tensor-parallel group", "pp": "pipeline", "cp": "context-parallel group"}
@@ -50,6 +50,8 @@ class MeshStrategy(MeshProcesses):
         stage: Of ZeRO; see :class:`lit_pretrain.distributed.sharding.Zero`.
         sequence_parallel: Split activations between layers along the sequence; None: where the plan allows it.
         plan: How the module can be split, names relative to the LightningModule.
+        precision: ``bf16``, ``fp16``, ``fp32`` or a :class:`lit_pretrain.plugins.MasterWeightPrecision`; None: as the
+            trainer's flag says.
         launcher: ``script``, ``spawn`` or ``fork``.
         timeout_s: How long a rank waits for another, in seconds.
 
@@ -58,6 +60,7 @@ class MeshStrategy(MeshProcesses):
             starts, or, where something else starts them, before they find each other.
     """
 
+    casts_weights = True  # precision plugins: sharding gathers in 16 bits
     materializes = True  # a module on the meta device may stay there: setup gives it memory, shard by shard
 
     def __init__(
@@ -67,11 +70,13 @@ class MeshStrategy(MeshProcesses):
         stage: int,
         sequence_parallel: bool | None = None,
         plan: ParallelPlan | None = None,
+        precision: GivenPrecision = None,
         launcher: Launcher = "script",
         timeout_s: float = 1800.0,
     ) -> None:
         super().__init__(sizes=sizes, launcher=launcher, timeout_s=timeout_s)
         self.zero = Zero(stage=stage)
+        self._given_precision = given(precision)
         self._given_plan, self._sequence_parallel = plan, sequence_parallel
         self._laid_out: nn.Module | None = None
         self._turns: EvaluationTurns | None = None
@@ -90,7 +95,7 @@ class MeshStrategy(MeshProcesses):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         if plugin is not None:
-            plugin = adapt(plugin)
+            plugin = adapt(plugin, own=self._given_precision)
             plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
             plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
         self._precision_plugin = plugin
@@ -165,7 +170,6 @@ class MeshStrategy(MeshProcesses):
         self.model = self.precision_plugin.convert_module(module)
         if not is_on_meta(module):
             copy_from_rank_zero(module, device=self.root_device)
-        types = policies(self.precision_plugin)
         plan = find_plan(module, self._given_plan)
         self._share_sequences(module, plan)
         settings = LayoutSettings(
@@ -174,9 +178,8 @@ class MeshStrategy(MeshProcesses):
             zero=self.zero,
             device=self.root_device,
             sequence_parallel=self._splits_sequence,
-            policy=types.units,
-            root_policy=types.rest,
             seed=self.broadcast(torch.initial_seed()),
+            **policies(self.precision_plugin),
         )
         lay_out(module, settings)
         for name in ENTRY_POINTS:

@@ -139,16 +139,14 @@ class PipelinedStrategy(MeshStrategy):
         parts = PipelineParts(model, within_model(plan, name), layout, rank=mesh.get_local_rank("pp"))
         lazy = module if isinstance(module, LazyParameters) else None
         parts.roots = [root_of(view, name=name, lazy=lazy) for view in parts.views]
-        types = policies(self.precision_plugin)
         settings = LayoutSettings(
             plan=plan,
             mesh=self.mesh,
             zero=self.zero,
             device=self.root_device,
             sequence_parallel=self._splits_sequence,
-            policy=types.units,
-            root_policy=types.rest,
             seed=self.broadcast(torch.initial_seed()),
+            **policies(self.precision_plugin),
         )
         for root, number in zip(parts.roots, parts.stages, strict=True):
             lay_out(root, replace(settings, plan=plan_of_view(plan, root, is_first=number == 0)))
@@ -198,7 +196,9 @@ class PipelinedStrategy(MeshStrategy):
                 parameter.grad = None
         shared = self._shared(batch, step="training_step" if first else None)
         with self.precision_plugin.train_step_context(), shared as part:
-            loss = self._steps.train("training_step", part, *rest, *kwargs.values(), divisor=every)
+            # The backward passes run here: what the precision plugin does to the loss later would come too late.
+            divisor = every / getattr(self.precision_plugin, "loss_scale", 1.0)
+            loss = self._steps.train("training_step", part, *rest, *kwargs.values(), divisor=divisor)
         parameters = list(module.parameters())  # gathered ones, inside a window
         self._parked = [(p, p.grad) for p in parameters if p.grad is not None] if begins else []
         for parameter, _ in self._parked:

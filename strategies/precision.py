@@ -1,10 +1,7 @@
-"""What the precision flag means where parameters are sharded."""
+"""What the precision of a trainer means where parameters are sharded: the types in which they are gathered."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,60 +10,66 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lit_pretrain.errors import ConfigError
+from lit_pretrain.plugins import MasterWeightPrecision
+
+GivenPrecision = str | MasterWeightPrecision | None
 
 
-class BFloat16Mixed(Precision):
-    """``bf16-mixed``: FP32 weights and optimizer states, gathered as bfloat16; gradients are reduced in FP32.
-
-    Autocast still chooses the type of each operation, as under Lightning's own plugin of that name.
-
-    Args:
-        device_type: ``cpu`` or ``cuda``.
-    """
-
-    precision: Any = "bf16-mixed"
-
-    def __init__(self, device_type: str) -> None:
-        self.device_type = device_type
-
-    @contextmanager
-    def forward_context(self) -> Generator[None, None, None]:
-        """Autocast; its cache of weights would outlive their gathering."""
-        with torch.autocast(self.device_type, dtype=torch.bfloat16, cache_enabled=False):
-            yield
-
-
-@dataclass(frozen=True, kw_only=True)
-class Precisions:
-    """Types of parameters and reduced gradients in units and in the rest; None leaves them as they are."""
-
-    units: MixedPrecisionPolicy | None = None
-    rest: MixedPrecisionPolicy | None = None
-
-
-def adapt(plugin: Precision) -> Precision:
-    """The plugin that does under sharding what a Trainer's plugin does without.
+def given(precision: GivenPrecision) -> MasterWeightPrecision | None:
+    """The plugin that a strategy's argument names.
 
     Raises:
-        ConfigError: There is none yet.
+        ConfigError: It is unknown.
     """
+    if precision is None or isinstance(precision, MasterWeightPrecision):
+        return precision
+    if precision in ("bf16", "fp16", "fp32"):
+        return MasterWeightPrecision(precision)  # type: ignore[arg-type]
+    raise ConfigError(
+        f"strategy.precision={precision!r} must be bf16, fp16, fp32 or a MasterWeightPrecision; leave it out where "
+        "trainer.precision says it."
+    )
+
+
+def adapt(plugin: Precision, *, own: MasterWeightPrecision | None) -> Precision:
+    """The plugin that does under sharding what a Trainer's plugin does without.
+
+    Args:
+        plugin: Of the trainer: from its flag, or given to it.
+        own: That the strategy was given.
+
+    Raises:
+        ConfigError: There is none, or the precision is set in two places.
+    """
+    word = getattr(plugin, "precision", type(plugin).__name__)
+    if own is not None:
+        # The flag's default cannot be told from a flag of the same value.
+        if plugin is own or type(plugin) is Precision:
+            return own
+        raise ConfigError(f"strategy.precision={own.kind} and trainer.precision={word} are both set; remove one.")
+    if isinstance(plugin, MasterWeightPrecision):
+        return plugin
     if isinstance(plugin, MixedPrecision):
-        if plugin.precision == "bf16-mixed":
-            return BFloat16Mixed(plugin.device)
-    elif type(plugin) in (Precision, DoublePrecision, HalfPrecision) or isinstance(plugin, BFloat16Mixed):
+        return MasterWeightPrecision("bf16" if plugin.precision == "bf16-mixed" else "fp16")
+    if type(plugin) is Precision:
+        return MasterWeightPrecision("fp32")
+    if type(plugin) in (DoublePrecision, HalfPrecision):
         return plugin
     raise ConfigError(
-        f"trainer.precision={getattr(plugin, 'precision', type(plugin).__name__)!r} does not work with this strategy; "
-        "use bf16-mixed, bf16-true, 32-true or 64-true."
+        f"trainer.precision={word!r} does not work with this strategy; use bf16-mixed, 16-mixed, bf16-true, 32-true or "
+        "64-true, or a lit_pretrain.plugins.MasterWeightPrecision."
     )
 
 
-def policies(plugin: Precision) -> Precisions:
-    """What sharding has to know of a plugin."""
-    if not isinstance(plugin, BFloat16Mixed):
-        return Precisions()
-    # The root's inputs are the batch: targets of a regression must keep their digits.
-    return Precisions(
-        units=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-        rest=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False),
-    )
+def policies(plugin: Precision) -> dict[str, Any]:
+    """What sharding has to know of a plugin from :func:`adapt`: settings of a ``LayoutSettings``."""
+    if not isinstance(plugin, MasterWeightPrecision) or plugin.dtype is None:
+        return {}
+    reduced = torch.float32 if plugin.reduce_in == "fp32" else plugin.dtype
+    return {
+        "policy": MixedPrecisionPolicy(param_dtype=plugin.dtype, reduce_dtype=reduced),
+        # The root's inputs are the batch: targets of a regression must keep their digits.
+        "root_policy": MixedPrecisionPolicy(param_dtype=plugin.dtype, reduce_dtype=reduced, cast_forward_inputs=False),
+        "kept": plugin.keep_fp32,
+        "kept_policy": MixedPrecisionPolicy(cast_forward_inputs=False),
+    }

@@ -8,6 +8,7 @@ from lit_pretrain.errors import ConfigError
 from lit_pretrain.specs import ParallelPlan
 from lit_pretrain.strategies.mesh_strategy import MeshStrategy
 from lit_pretrain.strategies.pipeline import PipelinedStrategy
+from lit_pretrain.strategies.precision import GivenPrecision
 from lit_pretrain.strategies.processes import Launcher
 
 
@@ -19,6 +20,7 @@ class ZeROStrategy(MeshStrategy):
             parameters, gathered unit by unit.
         replicate_size: Hybrid sharding: so many groups of ranks hold the same shards, such as one per node.
         plan: How the module can be split; see :class:`MeshStrategy`.
+        precision: ``bf16``, ``fp16`` or ``fp32``; see :class:`MeshStrategy`.
         launcher: ``script``, ``spawn`` or ``fork``.
         timeout_s: How long a rank waits for another, in seconds.
 
@@ -36,6 +38,7 @@ class ZeROStrategy(MeshStrategy):
         *,
         replicate_size: int = 1,
         plan: ParallelPlan | None = None,
+        precision: GivenPrecision = None,
         launcher: Launcher = "script",
         timeout_s: float = 1800.0,
     ) -> None:
@@ -46,7 +49,9 @@ class ZeROStrategy(MeshStrategy):
         sizes: dict[str, int | None] = (
             {"dp_replicate": None} if stage == 0 else {"dp_replicate": replicate_size, "dp_shard": None}
         )
-        super().__init__(sizes=sizes, stage=stage, plan=plan, launcher=launcher, timeout_s=timeout_s)
+        super().__init__(
+            sizes=sizes, stage=stage, plan=plan, precision=precision, launcher=launcher, timeout_s=timeout_s
+        )
 
 
 class TensorParallelStrategy(MeshStrategy):
@@ -56,6 +61,7 @@ class TensorParallelStrategy(MeshStrategy):
         tensor_parallel_size: Ranks of a group, best within one machine; None for all devices.
         sequence_parallel: Split activations between layers along the sequence; None: where the plan allows it.
         plan: How the module can be split; see :class:`MeshStrategy`.
+        precision: ``bf16``, ``fp16`` or ``fp32``; see :class:`MeshStrategy`.
         launcher: ``script``, ``spawn`` or ``fork``.
         timeout_s: How long a rank waits for another, in seconds.
 
@@ -69,6 +75,7 @@ class TensorParallelStrategy(MeshStrategy):
         *,
         sequence_parallel: bool | None = None,
         plan: ParallelPlan | None = None,
+        precision: GivenPrecision = None,
         launcher: Launcher = "script",
         timeout_s: float = 1800.0,
     ) -> None:
@@ -80,6 +87,7 @@ class TensorParallelStrategy(MeshStrategy):
             stage=1,
             sequence_parallel=sequence_parallel,
             plan=plan,
+            precision=precision,
             launcher=launcher,
             timeout_s=timeout_s,
         )
@@ -100,6 +108,7 @@ class ContextParallelStrategy(MeshStrategy):
             devices.
         stage: Of ZeRO, over all devices; see :class:`ZeROStrategy`.
         plan: Names the attention layers; see :class:`MeshStrategy`. Our GPT has one of its own.
+        precision: ``bf16``, ``fp16`` or ``fp32``; see :class:`MeshStrategy`.
         launcher: ``script``, ``spawn`` or ``fork``.
         timeout_s: How long a rank waits for another, in seconds.
 
@@ -114,13 +123,16 @@ class ContextParallelStrategy(MeshStrategy):
         *,
         stage: int = 1,
         plan: ParallelPlan | None = None,
+        precision: GivenPrecision = None,
         launcher: Launcher = "script",
         timeout_s: float = 1800.0,
     ) -> None:
         sizes: dict[str, int | None] = {"cp": context_parallel_size}
         if context_parallel_size is not None:
             sizes["dp_replicate" if stage == 0 else "dp_shard"] = None
-        super().__init__(sizes=sizes, stage=stage, plan=plan, launcher=launcher, timeout_s=timeout_s)
+        super().__init__(
+            sizes=sizes, stage=stage, plan=plan, precision=precision, launcher=launcher, timeout_s=timeout_s
+        )
 
 
 class PipelineParallelStrategy(PipelinedStrategy):
@@ -134,6 +146,7 @@ class PipelineParallelStrategy(PipelinedStrategy):
         layers_per_stage: Your own cut; None balances layers, embedding and head by their weights.
         stage: Of ZeRO, over the devices that remain.
         plan: How the module can be cut: ``embed``, ``blocks`` and ``head``; see :class:`MeshStrategy`.
+        precision: ``bf16``, ``fp16`` or ``fp32``; see :class:`MeshStrategy`.
         launcher: ``script``, ``spawn`` or ``fork``.
         timeout_s: How long a rank waits for another, in seconds.
 
@@ -155,6 +168,7 @@ class PipelineParallelStrategy(PipelinedStrategy):
         layers_per_stage: Sequence[int] | None = None,
         stage: int = 1,
         plan: ParallelPlan | None = None,
+        precision: GivenPrecision = None,
         launcher: Launcher = "script",
         timeout_s: float = 1800.0,
     ) -> None:
@@ -169,6 +183,7 @@ class PipelineParallelStrategy(PipelinedStrategy):
             stages_per_rank=stages_per_rank,
             layers_per_stage=layers_per_stage,
             plan=plan,
+            precision=precision,
             launcher=launcher,
             timeout_s=timeout_s,
         )
@@ -191,6 +206,7 @@ class HybridParallelStrategy(PipelinedStrategy):
         layers_per_stage: Your own cut of the pipeline; None balances layers, embedding and head.
         sequence_parallel: Split activations between layers along the sequence; None: where the plan allows it.
         plan: How the module can be split; see :class:`MeshStrategy`.
+        precision: ``bf16``, ``fp16`` or ``fp32``; see :class:`MeshStrategy`.
         launcher: ``script``, ``spawn`` or ``fork``.
         timeout_s: How long a rank waits for another, in seconds.
 
@@ -217,6 +233,7 @@ class HybridParallelStrategy(PipelinedStrategy):
         layers_per_stage: Sequence[int] | None = None,
         sequence_parallel: bool | None = None,
         plan: ParallelPlan | None = None,
+        precision: GivenPrecision = None,
         launcher: Launcher = "script",
         timeout_s: float = 1800.0,
     ) -> None:
@@ -240,6 +257,7 @@ class HybridParallelStrategy(PipelinedStrategy):
             layers_per_stage=layers_per_stage,
             sequence_parallel=sequence_parallel,
             plan=plan,
+            precision=precision,
             launcher=launcher,
             timeout_s=timeout_s,
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from lit_pretrain.distributed.materialize import check_can_materialize, is_on_meta, materialize
 from lit_pretrain.distributed.mesh import RankMesh
@@ -34,6 +34,10 @@ class LayoutSettings:
         sequence_parallel: Split activations between layers along the sequence over the tensor-parallel ranks.
         policy: Types of parameters and reduced gradients in the units.
         root_policy: The same for what is in no unit.
+        kept: Patterns of modules that are gathered in ``kept_policy``. In a unit each becomes a unit of its own; what
+            is in no unit is gathered as one, since some of it is used without being called: one part of it that is
+            kept keeps all.
+        kept_policy: Types of those.
         seed: For weights that have no memory yet; the same on every rank.
     """
 
@@ -44,6 +48,8 @@ class LayoutSettings:
     sequence_parallel: bool = False
     policy: MixedPrecisionPolicy | None = None
     root_policy: MixedPrecisionPolicy | None = None
+    kept: tuple[str, ...] = ()
+    kept_policy: MixedPrecisionPolicy | None = None
     seed: int = 0
 
 
@@ -76,13 +82,17 @@ def lay_out(root: nn.Module, settings: LayoutSettings) -> None:
             if any(matches(name, pattern) for pattern in plan.sharded_dropout):
                 keep_masks_apart(module, rank=mesh.coordinate("tp"))
     over = mesh.sharding(replicated=settings.zero.stage == 0)
+    kept = _find_kept(root, settings.kept)
     for name, unit in find_units(root, plan.units):
         if prepare is not None:
             prepare(name, unit)
-        settings.zero.shard(unit, mesh=over, policy=settings.policy)
+        for inner in [n for n in kept if n == name or n.startswith(f"{name}.")]:
+            settings.zero.shard(kept.pop(inner), mesh=over, policy=settings.kept_policy)
+        if not isinstance(unit, FSDPModule):
+            settings.zero.shard(unit, mesh=over, policy=settings.policy)
     if prepare is not None:
         prepare("", root)
-    policy = settings.root_policy or settings.policy
+    policy = settings.kept_policy if kept else settings.root_policy or settings.policy
     settings.zero.shard(root, mesh=over, policy=policy, is_root=True)
     if is_lazy:
         assert isinstance(root, LazyParameters)
@@ -101,6 +111,16 @@ def find_units(root: nn.Module, patterns: tuple[str, ...]) -> list[tuple[str, nn
         if not any(matches(name, pattern) for name, _ in found):
             raise ConfigError(f"The plan's unit {pattern!r} is not in the model; correct the plan.")
     return sorted(found, key=lambda item: -item[0].count("."))
+
+
+def _find_kept(root: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
+    """Modules with parameters that fit a pattern, by name; inner ones first."""
+    found = [
+        (name, m)
+        for name, m in root.named_modules()
+        if name and any(matches(name, p) for p in patterns) and any(True for _ in m.parameters())
+    ]
+    return dict(sorted(found, key=lambda item: -item[0].count(".")))
 
 
 def _maker(root: nn.Module, settings: LayoutSettings) -> Callable[[str, nn.Module], None]:

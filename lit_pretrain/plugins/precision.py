@@ -10,7 +10,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
@@ -20,6 +19,7 @@ from lit_pretrain.plugins import _compat
 from lit_pretrain.plugins.full_precision import run_in_full_precision
 from lit_pretrain.plugins.gradient_checks import agree, first_non_finite, gradients_of, share, underflow, unscale
 from lit_pretrain.plugins.loss_scale import DynamicLossScaler
+from lit_pretrain.plugins.narrow_reduction import narrow_reduction
 from lit_pretrain.plugins.overflow_count import OverflowCount
 from lit_pretrain.plugins.working_copies import WorkingCopies
 
@@ -176,9 +176,8 @@ class MasterWeightPrecision(Precision):
             raise ConfigError(f"{self!r} does not work with LBFGS, which evaluates a closure several times; use AdamW.")
         self._schedulers = lr_schedulers
         if isinstance(model, DistributedDataParallel) and self.reduce_in == "16bit":
-            hook = bf16_compress_hook if self.kind == "bf16" else fp16_compress_hook
             try:
-                model.register_comm_hook(None, hook)
+                model.register_comm_hook(None, narrow_reduction(self.dtype))
             except RuntimeError as e:
                 raise ConfigError(
                     "precision.reduce_in=16bit and the strategy's ddp_comm_hook would both change how gradients are "

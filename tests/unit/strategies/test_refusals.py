@@ -146,11 +146,6 @@ def test_precision_stays_unset_until_the_trainer_sets_it():
     assert trainer(ZeROStrategy(3), plugins=[plugin]).precision == "bf16-mixed"
 
 
-def test_half_precision_with_loss_scaling_is_refused():
-    with pytest.raises(ConfigError, match=r"^trainer.precision='16-mixed' does not work with this strategy; use bf16-"):
-        trainer(ZeROStrategy(3), plugins=[MixedPrecision("16-mixed", "cuda", scaler=torch.amp.GradScaler("cpu"))])
-
-
 def test_dimensions_follow_the_devices():
     assert trainer(ZeROStrategy(0), 4).strategy.dims.dp_replicate == 4
     assert trainer(ZeROStrategy(2, replicate_size=2), 4).strategy.dims.sizes == {
