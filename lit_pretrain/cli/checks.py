@@ -14,7 +14,7 @@ from lit_pretrain.corpus import ShardFolders
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.instantiate.build import build
 from lit_pretrain.instantiate.nearest import nearest
-from lit_pretrain.planning.memory import NUMBER_FORMATS
+from lit_pretrain.planning.memory import NUMBER_FORMATS, precision_word
 
 KNOWN = (
     "batch",
@@ -82,7 +82,9 @@ def _each(config: Mapping[str, Any], *, multirun: bool) -> list[Callable[[], Non
         *(partial(_key, str(key)) for key in config),
         lambda: _seed(config["seed"]),
         lambda: _folder(config),
+        lambda: _needed(config),
         lambda: _length(config),
+        lambda: _derived(config),
         lambda: _precision(config),
         lambda: _model(config),
         lambda: _corpus(config),
@@ -105,24 +107,77 @@ def _length(config: Mapping[str, Any]) -> None:
     derive.whole("batch.sequence_length", config["batch"]["sequence_length"])
 
 
+NEEDED = ("batch", "data", "model", "module", "strategy", "trainer")
+"""Top-level keys that no run can do without."""
+
+
+def _needed(config: Mapping[str, Any]) -> None:
+    for key in NEEDED:
+        if key not in config:
+            raise ConfigError(f"{key} is missing, and no run can do without it; leave out ~{key}.")
+
+
+def _derived(config: Mapping[str, Any]) -> None:
+    """Values that follow from the user's words, where somebody has set them too."""
+    batch, trainer, length = config["batch"], config["trainer"], config.get("length") or {}
+    sizes = ("global_batch_size", "micro_batch_size", "data_parallel_size")
+    tokens = batch["global_batch_size"] * batch["sequence_length"]
+    rules: list[tuple[str, Any, Any, str]] = [
+        ("batch.accumulation", batch["accumulation"], derive.accumulation(*(batch[key] for key in sizes)), "batch"),
+        ("batch.tokens_per_update", batch["tokens_per_update"], tokens, "batch"),
+        ("trainer.accumulate_grad_batches", trainer.get("accumulate_grad_batches"), batch["accumulation"], "batch"),
+    ]
+    given = {key: length.get(key) for key in ("steps", "tokens", "epochs")}
+    if any(value is not None for value in given.values()):
+        steps = derive.max_steps(*given.values(), batch["tokens_per_update"])
+        word = next(f"length.{key}={value}" for key, value in given.items() if value is not None)
+        rules.append(("trainer.max_steps", trainer.get("max_steps"), steps, word))
+    for name, value, expected, origin in rules:
+        if value is not None and value != expected:
+            raise ConfigError(
+                f"{name}={value} disagrees with {origin}, from which {expected} follows; leave {name} out."
+            )
+
+
 def _folder(config: Mapping[str, Any]) -> None:
     """Without a name of its own a run would land in the folder that holds all runs, or in the root of the disk."""
     derive.run_name(config["run_id"])
     root = config["output_root"]
-    if root is None or not str(root).strip():
+    if not isinstance(root, (str, int, float)) or not str(root).strip():
         raise ConfigError(f"output_root={root!r} must name a folder, such as output_root=outputs; or leave it out.")
 
 
 def _precision(config: Mapping[str, Any]) -> None:
     trainer, words = config["trainer"], (*NUMBER_FORMATS, "transformer-engine", "transformer-engine-float16")
     value = trainer.get("precision")
+    set_at = _precision_settings(config)
+    if len(set_at) > 1:
+        raise ConfigError(f"{set_at[0]} and {set_at[1]} both set the precision; remove one of them.")
+    if isinstance(value, Mapping):
+        return
     if value is not None and trainer.get("_target_") == TRAINER and str(value) not in words:
         raise ConfigError(f"trainer.precision={value!r} must be one of {', '.join(words)}.")
     if str(value) in ("16", "16-mixed") and _on_cpu(trainer):
         raise ConfigError(
             f"trainer.precision={value} needs a GPU: on a CPU Lightning would train in bf16 instead and only warn; use "
-            f"precision=bf16 or precision=fp32."
+            f"precision=fp16, which is real float16 with a loss scale, or precision=bf16."
         )
+
+
+def _precision_settings(config: Mapping[str, Any]) -> list[str]:
+    """Everything that sets the precision, as a user would find it."""
+    trainer, strategy = config["trainer"], config.get("strategy")
+    found = [] if trainer.get("precision") is None else [f"trainer.precision={precision_word(trainer['precision'])}"]
+    for i, plugin in enumerate(trainer.get("plugins") or ()):
+        target = str(plugin.get("_target_", "")) if isinstance(plugin, Mapping) else ""
+        if target.endswith("Precision"):
+            found.append(f"trainer.plugins[{i}] ({target.rpartition('.')[2]})")
+    if isinstance(strategy, Mapping):
+        for key in ("precision", "precision_plugin"):
+            value = strategy.get(key)
+            if value is not None:
+                found.append(f"strategy.{key}={precision_word(value) if key == 'precision' else '...'}")
+    return found
 
 
 def _on_cpu(trainer: Mapping[str, Any]) -> bool:

@@ -17,6 +17,7 @@ from lit_pretrain.cli.table import columns
 from lit_pretrain.corpus import EOS_TOKEN, ShardFolders, TokenizerFile, Windows, open_tokens
 from lit_pretrain.corpus.baselines import CrossEntropy
 from lit_pretrain.errors import ConfigError
+from lit_pretrain.planning.memory import precision_word
 
 if TYPE_CHECKING:
     from lit_pretrain.models import GPT
@@ -51,7 +52,7 @@ def _evaluate(plain: Mapping[str, Any]) -> dict[str, Any]:
     checkpoint = saved.find_checkpoint(run_dir, str(plain["checkpoint"]))
     data = resolved.get("data") or {}
     batch_size = derive.whole("batch_size", plain["batch_size"] or data.get("micro_batch_size") or 8)
-    precision = str(plain["as_precision"] or (resolved.get("trainer") or {}).get("precision", "32-true"))
+    precision = precision_word(plain["as_precision"] or (resolved.get("trainer") or {}).get("precision", "32-true"))
     of: _HeldOut | _Shards | _Text
     if plain["text"] is not None:
         tokenizer = saved.open_tokenizer(run_dir, plain["tokenizer"], resolved=resolved, eos_token=plain["eos_token"])

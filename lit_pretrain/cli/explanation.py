@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lit_pretrain import units
 from lit_pretrain.cli.outlook import Outlook, get, has_adam, is_replicated, number, whole
 from lit_pretrain.cli.table import Section
+from lit_pretrain.planning.memory import precision_word
 
 UNKNOWN = "not known"
 BEST_RATIO = 20
@@ -151,13 +152,14 @@ def _memory(o: Outlook) -> Section:
     if m is None:
         return Section("memory of a rank", [*rows, ("bytes", o.memory_unknown)])
     mode = get(o.config, "module.activation_checkpointing", "none")
-    precision = get(o.config, "trainer.precision")
+    precision = precision_word(get(o.config, "trainer.precision"))
+    copied = "all weights" if precision in ("bf16", "fp16") else "the blocks' matrices, made by autocast"
     optimizer = units.size(m.optimizer) if has_adam(o.config) else f"{UNKNOWN}, not counted"
     rows += [
         ("weights", f"{units.size(m.weights)} (precision {precision})"),
         ("gradients", units.size(m.gradients) + (f" + {units.size(m.buckets)} of buckets" if m.buckets else "")),
         ("optimizer", optimizer),
-        ("16-bit copies", f"{units.size(m.casts)} of the blocks' matrices, made by autocast" if m.casts else "none"),
+        ("16-bit copies", f"{units.size(m.casts)} of {copied}" if m.casts else "none"),
         ("activations", f"{units.size(m.activations)} (activation checkpointing: {mode})"),
         ("loss", f"{units.size(m.loss)} (a chunk of logits, gradients of hidden states and head)"),
         ("together", f"{units.size(m.total)} at most; the framework and the allocator's gaps come on top"),

@@ -24,6 +24,7 @@ from lit_pretrain.cli.table import Section, columns, layout
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.instantiate import checkpoints
 from lit_pretrain.instantiate.checkpoints import CheckpointFacts
+from lit_pretrain.planning.memory import precision_word
 
 FREE_TEXT = ("run",)
 """Settings whose value is text as it stands, not Hydra's grammar."""
@@ -129,7 +130,10 @@ def _what(config: Mapping[str, Any], outlook: Outlook) -> list[tuple[str, str]]:
         ("model", shape),
         ("data", f"{kind}: {', '.join(map(str, names))}" if names else kind),
         ("length", planned),
-        ("ranks", f"{ranks}, strategy {strategy}, precision {get(config, 'trainer.precision', UNKNOWN)}"),
+        (
+            "ranks",
+            f"{ranks}, strategy {strategy}, precision {precision_word(get(config, 'trainer.precision', UNKNOWN))}",
+        ),
     ]
 
 

@@ -14,7 +14,7 @@ from lit_pretrain.corpus import ShardFolders, TokenizerFile, Windows, open_token
 from lit_pretrain.errors import ConfigError, DataError
 from lit_pretrain.instantiate import build
 from lit_pretrain.planning import MemoryPerRank, ParameterCount, count_parameters, flops_per_token, memory_per_rank
-from lit_pretrain.planning.memory import NUMBER_FORMATS
+from lit_pretrain.planning.memory import NUMBER_FORMATS, precision_word
 from lit_pretrain.planning.rates import KNOWN, RatePlan, plan_rates
 from lit_pretrain.specs import CorpusProvider, GPTConfig
 
@@ -230,7 +230,7 @@ def is_replicated(strategy: object) -> bool:
 
 
 def _memory(config: Mapping[str, Any], architecture: GPTConfig | None) -> tuple[MemoryPerRank | None, str]:
-    precision = str(get(config, "trainer.precision"))
+    precision = precision_word(get(config, "trainer.precision"))
     if architecture is None:
         return None, "not known" + ("" if is_light(config.get("model")) else ": the model is a class of your own")
     if not is_replicated(get(config, "trainer.strategy")):

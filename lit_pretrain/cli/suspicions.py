@@ -8,6 +8,7 @@ from typing import Any
 
 from lit_pretrain import units
 from lit_pretrain.cli.outlook import Outlook, get, number, on_gpu, whole
+from lit_pretrain.planning.memory import precision_word
 
 USUAL_WARMUP = 0.1
 """Of the run: the usual is 1 to 5%, or 1,000 to 4,000 updates."""
@@ -169,7 +170,7 @@ def _clipping(o: Outlook) -> Iterator[str]:
 
 
 def _precision(o: Outlook) -> Iterator[str]:
-    precision = str(get(o.config, "trainer.precision"))
+    precision = precision_word(get(o.config, "trainer.precision"))
     if on_gpu(o.config) and precision in ("32", "32-true"):
         yield f"trainer.precision={precision} leaves most of a GPU's speed unused; use precision=bf16."
 

@@ -28,7 +28,8 @@ _DTYPES = {
     "16-true": torch.float16,
     "bf16-true": torch.bfloat16,
 }
-_MIXED = {"16": torch.float16, "16-mixed": torch.float16, "bf16": torch.bfloat16, "bf16-mixed": torch.bfloat16}
+_MIXED = {"16": torch.float16, "16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+_MASTERS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def in_precision(model: GPT, precision: str) -> contextlib.AbstractContextManager[Any]:
@@ -36,7 +37,7 @@ def in_precision(model: GPT, precision: str) -> contextlib.AbstractContextManage
 
     Args:
         model: Changed in place.
-        precision: A word of ``Trainer(precision=...)``.
+        precision: A word of ``Trainer(precision=...)``, or ``bf16`` or ``fp16`` of a ``MasterWeightPrecision``.
 
     Raises:
         ConfigError: It is none that a model can be evaluated in here.
@@ -44,11 +45,14 @@ def in_precision(model: GPT, precision: str) -> contextlib.AbstractContextManage
     if precision in _DTYPES:
         model.to(_DTYPES[precision])
         return contextlib.nullcontext()
+    if precision in _MASTERS:
+        model.to(_MASTERS[precision])  # the copies that such a run computes with
+        return torch.autocast(model.wte.weight.device.type, _MASTERS[precision])
     if precision in _MIXED:
         device = model.wte.weight.device.type
         # As Lightning does: a CPU has no products in float16.
         return torch.autocast(device, torch.bfloat16 if device == "cpu" else _MIXED[precision])
-    raise ConfigError(f"as_precision={precision} is unknown; use one of {', '.join([*_DTYPES, *_MIXED])}.")
+    raise ConfigError(f"as_precision={precision} is unknown; use one of {', '.join([*_DTYPES, *_MIXED, *_MASTERS])}.")
 
 
 def held_out_batches(

@@ -45,10 +45,26 @@ def build_run(config: Mapping[str, Any]) -> Run:
         validate(config["strategy"], "strategy")
     if isinstance(config["model"], Mapping) and not config["model"].get("_partial_"):
         build(config["model"], "model")
-    datamodule = build(config["data"], "data")
+    datamodule = _build(config["data"], "data", LightningDataModule)
     accept_other_data(datamodule, config.get("resume_accept") or ())
-    module = build(config["module"], "module")
+    module = _build(config["module"], "module", LightningModule)
     return Run(trainer=build_trainer(config), module=module, datamodule=datamodule)
+
+
+def _build(node: Any, where: str, kind: type, **extra: Any) -> Any:
+    """What a node describes, if it is what belongs there.
+
+    Lightning refuses settings with errors of many kinds; each becomes a sentence.
+    """
+    try:
+        made = build(node, where, **extra)
+    except (TypeError, RuntimeError, ImportError) as e:
+        if kind is not Trainer:
+            raise
+        raise ConfigError(f"{where}: {' '.join(str(e).split())}") from e
+    if not isinstance(made, kind):
+        raise ConfigError(f"{where}._target_={node['_target_']} makes no {kind.__name__}; name a class that does.")
+    return made
 
 
 def build_trainer(config: Mapping[str, Any]) -> Trainer:
@@ -65,6 +81,7 @@ def build_trainer(config: Mapping[str, Any]) -> Trainer:
             )
         node.pop(key, None)
     callbacks = build_callbacks(config)
+    plugins = build_plugins(node)
     logger = config.get("logger")
     # Without a Checkpoint callback Lightning adds one of its own, with `=` in its file names.
     saves = any(isinstance(c, Checkpoint) for c in callbacks)
@@ -73,13 +90,35 @@ def build_trainer(config: Mapping[str, Any]) -> Trainer:
         TokenizerCopy(Path(config["run"]["dir"])),
         RunIdentity(config, accepted=config.get("resume_accept") or ()),
     )
-    trainer: Trainer = build(
+    trainer: Trainer = _build(
         node,
         "trainer",
+        Trainer,
+        plugins=plugins or None,
         callbacks=[*own, *callbacks, Closing()],
         logger=build(logger, "logger") if logger else False,
     )
     return trainer
+
+
+def build_plugins(trainer: dict[str, Any]) -> list[Any]:
+    """The trainer's plugins, and its precision where that is one; both are taken out of the trainer's settings.
+
+    ``precision=fp16`` is one too: Lightning has no such word, and turns ``16-mixed`` into bf16 on a CPU.
+
+    Args:
+        trainer: Settings of the trainer; changed in place.
+    """
+    nodes = trainer.pop("plugins", None) or []
+    nodes = nodes if isinstance(nodes, (list, tuple)) else [nodes]
+    plugins = [build(n, f"trainer.plugins[{i}]") if isinstance(n, Mapping) else n for i, n in enumerate(nodes)]
+    precision = trainer.get("precision")
+    if precision == "fp16":
+        precision = {"_target_": "lit_pretrain.plugins.MasterWeightPrecision", "precision": precision}
+    if isinstance(precision, Mapping):
+        plugins.append(build(precision, "precision"))
+        del trainer["precision"]
+    return plugins
 
 
 def build_callbacks(config: Mapping[str, Any]) -> list[Callback]:

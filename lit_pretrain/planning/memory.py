@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lit_pretrain.errors import ConfigError
@@ -20,11 +21,13 @@ class NumberFormat:
         weight: Of a parameter, of its gradient and of each of its optimizer moments.
         compute: Of the factors of a matrix product.
         is_mixed: Autocast makes the factors, so each product keeps a copy of its own.
+        has_masters: All parameters have a copy for computing, which stays.
     """
 
     weight: int
     compute: int
     is_mixed: bool = False
+    has_masters: bool = False
 
     @property
     def wide(self) -> int:
@@ -33,6 +36,7 @@ class NumberFormat:
 
 
 _FULL, _MIXED = NumberFormat(weight=4, compute=4), NumberFormat(weight=4, compute=2, is_mixed=True)
+_MASTERS = NumberFormat(weight=4, compute=2, is_mixed=True, has_masters=True)
 _DOUBLE, _HALF = NumberFormat(weight=8, compute=8), NumberFormat(weight=2, compute=2)
 NUMBER_FORMATS: dict[str, NumberFormat] = {
     "64": _DOUBLE,
@@ -41,12 +45,25 @@ NUMBER_FORMATS: dict[str, NumberFormat] = {
     "32-true": _FULL,
     "16": _MIXED,
     "16-mixed": _MIXED,
-    "bf16": _MIXED,
+    "bf16": _MASTERS,
+    "fp16": _MASTERS,
     "bf16-mixed": _MIXED,
     "16-true": _HALF,
     "bf16-true": _HALF,
 }
-"""By the words of ``Trainer(precision=...)``."""
+"""By the words of ``Trainer(precision=...)``; ``bf16`` and ``fp16`` are those of ``MasterWeightPrecision``."""
+
+
+def precision_word(precision: object) -> str:
+    """How a run computes, in one of the words of :data:`NUMBER_FORMATS` where it is known.
+
+    Args:
+        precision: Such a word, or the node of a ``MasterWeightPrecision``.
+    """
+    if isinstance(precision, Mapping):
+        word = str(precision.get("precision", "bf16"))
+        return "32-true" if word == "fp32" else word
+    return str(precision)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +75,8 @@ class MemoryPerRank:
         gradients: One per parameter.
         optimizer: Moments.
         buckets: Second copy of the gradients that data parallelism sends; 0 where they are one.
-        casts: 16-bit copies of the blocks' matrices and biases, which autocast keeps from forward to backward.
+        casts: 16-bit copies: of the blocks' matrices and biases, which autocast keeps from forward to backward, or of
+            everything, where there are master weights.
         activations: What backward needs, kept by forward.
         loss: Logits of a chunk, and the gradients of hidden states and head that the loss computes ahead.
     """
@@ -117,7 +135,7 @@ def memory_per_rank(
         gradients=parameters * numbers.weight,
         optimizer=parameters * numbers.weight * moments,
         buckets=parameters * numbers.weight * gradient_copies,
-        casts=matrices * numbers.compute if numbers.is_mixed else 0,
+        casts=(parameters if numbers.has_masters else matrices) * numbers.compute if numbers.is_mixed else 0,
         activations=activation_bytes(
             config, tokens=tokens, precision=precision, activation_checkpointing=activation_checkpointing
         ),
