@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lit_pretrain.callbacks import ChinchillaBudget
 from tests.support import resumable, spiking
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -56,3 +57,14 @@ def test_an_update_is_dropped_on_all_ranks(root: str, tmp_path: Path, ranks: Any
     want = ranks(2, train, root, str(tmp_path / "never"), shape | {"skip": [[12, 13]]})
     for mine, theirs in zip(got, want, strict=True):
         assert spiking.differing(mine, theirs) == []
+
+
+def train_on_a_budget(root: str, folder: str, settings: dict[str, Any]) -> dict[str, Any]:
+    return spiking.run(root, folder, scheduled=True, extra=[ChinchillaBudget(None, max_tokens=600)], **settings)
+
+
+@pytest.mark.parametrize("layout", ["ddp", pytest.param("tp2", marks=pytest.mark.slow)])
+def test_a_budget_counts_tokens_once(root: str, tmp_path: Path, ranks: Any, layout: str) -> None:
+    """600 tokens are reached by the tenth update of 64, however many ranks share them."""
+    for rank in ranks(2, train_on_a_budget, root, str(tmp_path / "run"), LAYOUTS[layout]):
+        assert (rank["step"], rank["tokens"]) == (10, 640)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lit_pretrain.callbacks import TensorBoardContinuation
+from lit_pretrain.callbacks import ChinchillaBudget, TensorBoardContinuation
 from lit_pretrain.spikes import RollbackPolicy
 from tests.support import resumable, spiking
 from tests.support.spiking import differing
@@ -206,3 +206,12 @@ def test_curves_have_no_zigzag(root: str, tmp_path: Path, continuation: bool) ->
     said = text.tensor_proto.string_val[0].decode()
     assert "Update 14" in said
     assert "26, 27" in said
+
+
+def test_a_budget_counts_what_survived(root: str, tmp_path: Path) -> None:
+    """960 tokens are 15 updates of 64; the two that were taken back do not count, though they were read."""
+    budget = ChinchillaBudget(None, max_tokens=960)
+    got = rolled_back(root, tmp_path, poison=[13], scheduled=True, extra=[budget])
+    assert got["rollbacks"] == 1
+    assert (got["updates"], got["tokens"], got["read"]) == (15, 960, 17 * 64)
+    assert budget.reason == "budget.max_tokens is reached with 960 tokens"
