@@ -102,7 +102,8 @@ class _Column(_Style):
     parameters: ClassVar = {"weight": Shard(0), "bias": Shard(0)}
 
     def reads(self, x: Tensor) -> Tensor:
-        return self.whole(x)
+        # What has entered is shared by several column layers: their gradients meet there, and are reduced once.
+        return x if isinstance(x, DTensor) else self.whole(x)
 
     def gives(self, y: DTensor) -> Tensor:
         return y.to_local()
