@@ -4,6 +4,7 @@ if __name__ != "lit_pretrain.callbacks":
     raise ImportError("callbacks/ is part of lit-pretrain: import it as lit_pretrain.callbacks.")
 
 from lit_pretrain.callbacks.baseline_report import BaselineReport
+from lit_pretrain.callbacks.batch_size_ramp import BatchSizeRamp
 from lit_pretrain.callbacks.budget import ChinchillaBudget
 from lit_pretrain.callbacks.clipping import GradientClipping
 from lit_pretrain.callbacks.counters import RunCounters
@@ -31,6 +32,7 @@ from lit_pretrain.callbacks.throughput import ThroughputMonitor
 
 __all__ = [
     "BaselineReport",
+    "BatchSizeRamp",
     "ChinchillaBudget",
     "DataAnnealing",
     "ExactResume",

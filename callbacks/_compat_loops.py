@@ -68,6 +68,11 @@ def place(trainer: Trainer, *, unread: int = 0, windows: int | None = None) -> P
     )
 
 
+def set_accumulation(trainer: Trainer, number: int) -> None:
+    """Microbatches of the windows from here on: the loops read it anew at each batch."""
+    trainer.accumulate_grad_batches = number
+
+
 def windows_closed(trainer: Trainer) -> int:
     """Lightning's count of closed accumulation windows; the one in progress is added after validation."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)

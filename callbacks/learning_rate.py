@@ -98,6 +98,7 @@ class LearningRateSchedule(Callback):
         self._rates = GroupRates()
         self._cuts: list[tuple[float, int | None]] = []
         self._followed: Callable[[int], float] | None = None
+        self._share = 1.0
         self._trainer_updates: float | None = None  # what the trainer would run, looked up once
         self._restored = False
 
@@ -141,6 +142,10 @@ class LearningRateSchedule(Callback):
         For a factor that its owner can tell at any update of the run: nothing of it is saved here.
         """
         self._followed = factor
+
+    def use_share(self, share: float) -> None:
+        """Updates from here on use this share of the tokens that an update of full size does."""
+        self._share = share
 
     def end_at(self, tokens: int) -> None:
         """Let the curve end after so many tokens that count: who ends the run says when.
@@ -292,7 +297,7 @@ class LearningRateSchedule(Callback):
                 f"{type(self).__name__} counts tokens, and nobody says how many an update uses; set "
                 "schedule.tokens_per_update, or use a data module with a tokens_per_update property."
             )
-        return tokens
+        return tokens * self._share
 
     def _look_up_horizon(self, trainer: Trainer) -> None:
         updates = trainer.estimated_stepping_batches
@@ -321,7 +326,7 @@ class LearningRateSchedule(Callback):
 
     def _add(self, updates: int) -> None:
         self._updates += updates
-        self._tokens += updates * int(self._tokens_per_update() or 0)
+        self._tokens += updates * round((self._tokens_per_update() or 0) * self._share)
 
     def _unhook(self) -> None:
         if self._hook is not None:
