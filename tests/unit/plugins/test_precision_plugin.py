@@ -104,11 +104,11 @@ def test_an_eager_first_validation_leaves_tensors_that_can_train() -> None:
 
 @pytest.mark.parametrize("edit", ["copy_", "data"])
 def test_weights_changed_by_hand_reach_the_copies(edit: str) -> None:
-    """A rollback or an average of weights writes the masters between two updates, or before a validation."""
+    """A rollback, or an average of weights, writes the masters while no update tells."""
     seen: list[bool] = []
 
     class Editing(Net):
-        def on_validation_start(self) -> None:
+        def on_validation_batch_end(self, *_: Any) -> None:
             for p in self.parameters():
                 if edit == "copy_":
                     with torch.no_grad():
@@ -119,9 +119,12 @@ def test_weights_changed_by_hand_reach_the_copies(edit: str) -> None:
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             seen.append(bool((self.net(batch["x"]) == 0).all()))
 
-    run = trainer(plugins=MasterWeightPrecision("bf16"), limit_val_batches=1, val_check_interval=1)
-    run.fit(Editing(batches=batches(2)))
-    assert seen == [True, True]
+        def val_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(batches(3), batch_size=None)
+
+    run = trainer(plugins=MasterWeightPrecision("bf16"), limit_val_batches=3, val_check_interval=1)
+    run.fit(Editing(batches=batches(1)))
+    assert seen == [False, True, True]
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
