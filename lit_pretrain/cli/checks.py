@@ -129,7 +129,7 @@ def _derived(config: Mapping[str, Any]) -> None:
     ]
     given = {key: length.get(key) for key in ("steps", "tokens", "epochs")}
     if any(value is not None for value in given.values()):
-        steps = derive.max_steps(*given.values(), batch["tokens_per_update"])
+        steps = derive.max_steps(given["steps"], given["tokens"], given["epochs"], batch["tokens_per_update"])
         word = next(f"length.{key}={value}" for key, value in given.items() if value is not None)
         rules.append(("trainer.max_steps", trainer.get("max_steps"), steps, word))
     for name, value, expected, origin in rules:

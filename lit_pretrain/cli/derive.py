@@ -78,6 +78,8 @@ def run_name(name: object) -> str:
     Raises:
         ConfigError: It is none, or leads out of that folder.
     """
+    if isinstance(name, (Mapping, Sequence)) and not isinstance(name, str):
+        raise ConfigError(f"run_id={name!r} must be a name, such as run_id=first.")
     text = "" if name is None else str(name)
     if not text.strip():
         raise ConfigError(f"run_id={name!r} must name a folder, such as run_id=first; or leave it out.")

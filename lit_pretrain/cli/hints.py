@@ -106,6 +106,9 @@ def _no_such_key(key: str, verb: str, argv: Sequence[str]) -> str:
 
 
 def _option(text: str) -> str | None:
+    m = re.search(r"Could not load '([\w/]+)/(\w+)'", text)
+    if m:
+        return f"{m.group(1)}={m.group(2)} does not exist; a group takes the name of one option."
     m = re.search(r"Could not find '([^']+)'", text)
     if not m:
         return None

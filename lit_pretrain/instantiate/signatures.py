@@ -136,4 +136,6 @@ def _judge(value: Any, annotation: Any) -> str | None:
         return None if isinstance(value, (list, tuple)) else "a list"
     if isinstance(value, Mapping) and not typing.is_typeddict(origin):
         return f"a {origin.__name__}: name its class in _target_"
+    if number and origin.__module__.startswith("lit_pretrain"):  # a class of somebody else may take numbers
+        return f"a {origin.__name__}: name its class in _target_"
     return None

@@ -133,6 +133,10 @@ def test_a_length_in_epochs(tmp_path: Path, shards: list[str]) -> None:
         (["optimizer.betas=[0.9]"], "optimizer.betas=[0.9] must be two numbers"),
         (["trainer.precision=half"], "trainer.precision='half' must be one of"),
         (["callbacks.clipping.max_norm=-1"], "callbacks.clipping.max_norm=-1 must be above 0"),
+        (["module._target_=builtins.dict"], "module._target_=builtins.dict makes no LightningModule;"),
+        (["+callbacks.x={_target_: lit_pretrain.callbacks.RunCheckpoint}"], "trainer: Found more than one"),
+        (["trainer.accelerator=tpu"], "trainer: Requirement"),
+        (["+data.weights=5"], "data.weights=5 must be"),
         (["model.vocab_size=300"], "model.vocab_size=300 is smaller than the data's vocabulary of 320"),
     ],
 )  # fmt: skip
