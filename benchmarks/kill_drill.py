@@ -7,6 +7,8 @@ of every rank, loss of every update, and the batches every rank read.
 A run is a small GPT with dropout, accumulation, validation and two ends of an epoch, saved in the background after
 every update, so that many kills fall into a save. ``damage`` also flips a byte of the newest checkpoint after a kill:
 it has to be passed over, aloud. ``disk`` lets the file system fill up instead (Linux, and the right to mount one).
+``rollback`` has bad data in the middle of the run: kills fall before, during and after the rollback, and the run that
+was never stopped has rolled back, too.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ from lightning.pytorch.callbacks import Callback
 from benchmarks.__main__ import circumstances
 from lit_pretrain.distributed.checkpoint import newest
 from lit_pretrain.errors import RankError
+from lit_pretrain.plugins import FolderCheckpointIO
 from lit_pretrain.strategies import HybridParallelStrategy
-from tests.support import resumable
+from tests.support import resumable, spiking
 from tests.support.ranks import RankPool
 
 CHECKPOINTS = "checkpoints"
@@ -224,13 +227,54 @@ class Drill:
         record["equal"] = True
 
 
+class RollbackDrill(Drill):
+    """Runs with bad data in them; a checkpoint after every fifth update leaves something to roll back."""
+
+    def _train(self, run: Path, kill_after_s: float | None = None) -> list[dict[str, Any]]:
+        with contextlib.redirect_stdout(io.StringIO()):
+            arguments = self.root, str(run), kill_after_s, self.strategy
+            return self.pool(self.world_size, attempt_with_rollback, *arguments, timeout_s=LIMIT_S)
+
+    def _history(self, run: Path) -> list[list[dict[str, Any]]]:
+        """Every update as it was made last: bad ones were taken back, and a resumed run may know and leave them out."""
+        last = []
+        for rank in range(self.world_size):
+            updates = {line["update"]: line for line in resumable.lines(str(run), rank) if "update" in line}
+            last.append([updates[number] for number in sorted(updates)])
+        return last
+
+
+def attempt_with_rollback(
+    root: str, folder: str, kill_after_s: float | None, strategy: str | None = None
+) -> dict[str, Any]:
+    """As ``attempt``; data step 13 is bad."""
+    found = newest(Path(folder) / CHECKPOINTS) if (Path(folder) / CHECKPOINTS).is_dir() else None
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    (Path(folder) / f"said{os.environ.get('RANK', '0')}.jsonl").touch()
+    duration = Duration()
+    outcome = spiking.run(
+        root,
+        folder,
+        poison=[13],
+        rollback={},
+        save_every=5,
+        extra=[duration, *([] if kill_after_s is None else [KillLater(kill_after_s)])],
+        plugins=[FolderCheckpointIO()],
+        ckpt_path=None if found is None else str(found.path),
+        strategy=strategy,
+        replicas=None if strategy in (None, "zero3") else 1,
+    )
+    was_over = found is not None and found.facts.global_step == resumable.UPDATES
+    return outcome | {"seconds": duration.seconds, "was_over": was_over}
+
+
 def drill(*, runs: int, worlds: list[int], extras: list[str], seed: int, strategy: str | None = None) -> dict[str, Any]:
     """Figures of all drills, ready for JSON.
 
     Args:
         runs: Of each kind, on each number of ranks.
         worlds: Numbers of ranks.
-        extras: ``damage`` and ``disk``, or none.
+        extras: ``damage``, ``disk`` and ``rollback``, or none.
         seed: Of the moments.
         strategy: Of ``LAYOUTS``; None for Lightning's own.
     """
@@ -241,6 +285,9 @@ def drill(*, runs: int, worlds: list[int], extras: list[str], seed: int, strateg
             with tempfile.TemporaryDirectory() as name:
                 one = Drill(pool, world_size=world_size, folder=Path(name), seed=seed, strategy=strategy)
                 for kind in ("kill", *extras):
+                    if kind == "rollback":
+                        folder = Path(name) / kind
+                        one = RollbackDrill(pool, world_size=world_size, folder=folder, seed=seed, strategy=strategy)
                     layout = f", {strategy}" if strategy is not None else ""
                     figures[f"{kind}, {world_size} ranks{layout}"] = _series(one, kind, runs)
     finally:
@@ -283,7 +330,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Kill runs at random moments; resumed, they must end bit-equal.")
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--with", dest="extras", choices=["damage", "disk"], nargs="*", default=[])
+    parser.add_argument("--with", dest="extras", choices=["damage", "disk", "rollback"], nargs="*", default=[])
     parser.add_argument("--strategy", choices=list(LAYOUTS), help="of lit-pretrain, on 2 ranks")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)

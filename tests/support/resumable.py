@@ -157,10 +157,9 @@ def trainer(folder: str, callbacks: list[Any], **settings: Any) -> pl.Trainer:
     )
 
 
-def seed(folder: str) -> None:
+def seed(*, resumed: bool) -> None:
     """Different random states on every rank, and none of them that of a resumed process."""
     rank = int(os.environ.get("RANK", "0"))
-    resumed = any((Path(folder) / "checkpoints").glob("step-*"))
     pl.seed_everything(7 + rank + 100 * resumed, verbose=False)
     random.seed(11 + rank + 100 * resumed)
 
@@ -206,7 +205,8 @@ def run(
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     Path(folder).mkdir(parents=True, exist_ok=True)
-    seed(folder)
+    path = newest(folder) if ckpt_path == "newest" else ckpt_path
+    seed(resumed=path is not None)
     data = TokenDataModule(
         corpus(Path(root)),
         sequence_length=T,
@@ -232,7 +232,7 @@ def run(
     plugins = settings.pop("plugins", [FolderCheckpointIO()] if folders else None)
     fit = trainer(folder, everything, accumulate_grad_batches=accumulation, plugins=plugins, **settings)
 
-    fit.fit(module, datamodule=data, ckpt_path=newest(folder) if ckpt_path == "newest" else ckpt_path)
+    fit.fit(module, datamodule=data, ckpt_path=path)
     return outcome(fit, module) | {"tokens": counters.tokens, "read": counters.tokens_read, "updates": counters.updates}
 
 

@@ -136,7 +136,8 @@ def run(
     world = int(os.environ.get("WORLD_SIZE", "1"))
     replicas = world if replicas is None else replicas
     Path(folder).mkdir(parents=True, exist_ok=True)
-    resumable.seed(folder)
+    path = resumable.newest(folder) if ckpt_path == "newest" else ckpt_path
+    resumable.seed(resumed=path is not None)
     data = PoisonedData(
         resumable.corpus(Path(root)),
         sequence_length=T,
@@ -170,7 +171,6 @@ def run(
     module = (Scheduled if scheduled else Poisonable)(GPTConfig(**(shape | (model or {}))), seed=3)
     given = {} if strategy is None else {"strategy": STRATEGIES[strategy]() if strategy in STRATEGIES else strategy}
     fit = resumable.trainer(folder, callbacks, accumulate_grad_batches=accumulation, **(given | settings))
-    path = resumable.newest(folder) if ckpt_path == "newest" else ckpt_path
     fit.fit(module, datamodule=data, ckpt_path=path)
     return {**outcome(fit, module), "tokens": counters.tokens, "updates": counters.updates} | {
         "read": counters.tokens_read,
