@@ -50,7 +50,10 @@ def adapt(plugin: Precision, *, own: MasterWeightPrecision | None) -> Precision:
     if isinstance(plugin, MasterWeightPrecision):
         return plugin
     if isinstance(plugin, MixedPrecision):
-        return MasterWeightPrecision("bf16" if plugin.precision == "bf16-mixed" else "fp16")
+        if plugin.precision == "bf16-mixed":
+            return MasterWeightPrecision("bf16")
+        _check_scaler(plugin.scaler)
+        return MasterWeightPrecision("fp16")
     if type(plugin) is Precision:
         return MasterWeightPrecision("fp32")
     if type(plugin) in (DoublePrecision, HalfPrecision):
@@ -59,6 +62,18 @@ def adapt(plugin: Precision, *, own: MasterWeightPrecision | None) -> Precision:
         f"trainer.precision={word!r} does not work with this strategy; use bf16-mixed, 16-mixed, bf16-true, 32-true or "
         "64-true, or a lit_pretrain.plugins.MasterWeightPrecision."
     )
+
+
+def _check_scaler(scaler: torch.amp.GradScaler | None) -> None:
+    """Refuse settings of torch's scaler, which would be lost; Lightning's flag makes one without any."""
+    if scaler is None:
+        return
+    growth = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
+    if growth != (2.0, 0.5, 2000) or scaler.get_scale() not in (1.0, 2.0**16):  # 1: there is no device for it
+        raise ConfigError(
+            "trainer.plugins holds a GradScaler with settings of its own, which does not work with this strategy; give "
+            "MasterWeightPrecision('fp16', scaler=DynamicLossScaler(...)) instead of MixedPrecision."
+        )
 
 
 def policies(plugin: Precision) -> dict[str, Any]:

@@ -139,11 +139,14 @@ class MasterWeightPrecision(Precision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Check the weights and take hold of them; nothing is converted in place."""
+        strategy = _compat.strategy_of(module)
+        shares = bool(getattr(strategy, "casts_weights", False))
+        if not shares:
+            for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+                self.__dict__.pop(name, None)  # of a strategy of ours that had this plugin before
         if self.dtype is None:
             return module
-        strategy = _compat.strategy_of(module)
         self._device = torch.device("cpu") if strategy is None else strategy.root_device
-        shares = bool(getattr(strategy, "casts_weights", False))
         for name, parameter in module.named_parameters():
             if isinstance(parameter, DTensor) and not shares:
                 raise ConfigError(

@@ -45,6 +45,12 @@ def test_float16_as_lightning_makes_it_on_cuda() -> None:
     assert (plugin.kind, plugin.loss_scale) == ("fp16", 2.0**15)
 
 
+def test_a_scaler_with_settings_is_not_dropped_in_silence() -> None:
+    scaler = torch.amp.GradScaler("cpu", growth_interval=100)
+    with pytest.raises(ConfigError, match=r"^trainer\.plugins holds a GradScaler with settings of its own"):
+        plugin_of(ZeROStrategy(3), plugins=[MixedPrecision("16-mixed", "cuda", scaler=scaler)])
+
+
 @pytest.mark.parametrize(("flag", "kind"), [("64-true", DoublePrecision), ("bf16-true", HalfPrecision)])
 def test_other_precisions_stay_lightnings_own(flag: Any, kind: type) -> None:
     assert type(plugin_of(ZeROStrategy(3), precision=flag)) is kind
