@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
-from lit_pretrain.callbacks import ExactResume
+from lit_pretrain.callbacks import ExactResume, RunCounters
 from tests.support import resumable
 from tests.unit.callbacks.tiny import Tiny, trainer
 
