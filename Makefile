@@ -29,6 +29,9 @@ demo: $(STAMP)  ## Pretrain a small GPT on text of this machine, then let it wri
 	@$(BIN)/lit-pretrain train experiment=demo run_id=demo
 	@echo "==> Sampling: lit-pretrain generate run=outputs/demo"
 	@$(BIN)/lit-pretrain generate run=outputs/demo
+	@echo "==> Second act: poisoned data, left alone and rolled back (two minutes)"
+	@rm -rf outputs/demo-spike
+	@GOMP_SPINCOUNT=1000 $(BIN)/python examples/spike_demo.py --out outputs/demo-spike
 
 test: check  ## Checks and the fast tests
 	@echo "==> Fast tests"

@@ -239,7 +239,9 @@ class RollbackDrill(Drill):
         """Every update as it was made last: bad ones were taken back, and a resumed run may know and leave them out."""
         last = []
         for rank in range(self.world_size):
-            updates = {line["update"]: line for line in resumable.lines(str(run), rank) if "update" in line}
+            lines = [line for line in resumable.lines(str(run), rank) if "update" in line]
+            # A line that was written in the moment of going back bears the number of the update gone back to.
+            updates = {line["update"]: line for line in lines if line["logged_as"] + 1 == line["update"]}
             last.append([updates[number] for number in sorted(updates)])
         return last
 

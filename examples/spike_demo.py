@@ -22,6 +22,7 @@ from lit_pretrain.callbacks import (
     ExactResume,
     GradientClipping,
     LossSpikeRollback,
+    Order,
     RunCounters,
     TensorBoardContinuation,
     WarmupCosine,
@@ -35,7 +36,7 @@ from lit_pretrain.spikes import RobustRule, RollbackPolicy
 
 VOCABULARY, LENGTH, ROWS = 2048, 128, 8
 UPDATES = 220
-POISON = range(120, 130)  # updates whose targets are wrong
+POISON = range(120, 140)  # updates whose targets are wrong
 
 
 class PoisonedData(TokenDataModule):
@@ -51,6 +52,8 @@ class PoisonedData(TokenDataModule):
 
 class Curve(pl.Callback):
     """The loss of every update; an update that is made again replaces what it was."""
+
+    order = Order.ROLLBACK - 1  # before a rollback changes the number of the update in progress
 
     def __init__(self) -> None:
         self.losses: dict[int, float] = {}
@@ -69,7 +72,7 @@ def train(out: Path, name: str, *, rolls_back: bool, cache_dir: str) -> tuple[di
         RobustRule(patience=3),
         monitor="train/loss",
         every_n_steps=10,
-        policy=RollbackPolicy(distance=10),
+        policy=RollbackPolicy(distance=20),
         ledger=out / name / "spikes.jsonl",
     )
     callbacks: list[Any] = [

@@ -6,6 +6,7 @@ The oracle is the same run without LossSpikeRollback, whose data module leaves t
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,7 @@ def test_what_the_ledger_tells(root: str, tmp_path: Path) -> None:
 
 def test_a_fresh_run_in_the_folder_of_another_begins_anew(root: str, tmp_path: Path) -> None:
     rolled_back(root, tmp_path, poison=[13])
+    shutil.rmtree(tmp_path / "rolled-back" / "checkpoints")
     again = rolled_back(root, tmp_path, poison=[13], ckpt_path=None)
     assert again["ledger"] == [(12, 12, 14, 14)]
     assert (tmp_path / "rolled-back" / "spikes-before-1.jsonl").exists()
