@@ -27,6 +27,15 @@ def problem_with(folder: Path) -> str:
     return ""
 
 
+def earlier(folder: Path) -> str:
+    """That a folder holds checkpoints already, which a run that begins would write over; empty when it does not."""
+    whole = catalog.newest(folder) if folder.is_dir() else None
+    found = [whole.path] if whole is not None else sorted(folder.glob("step-*.ckpt"))
+    if not found:
+        return ""
+    return f"it holds {found[-1].name} of an earlier run (which goes on with trainer.fit(..., ckpt_path='{found[-1]}'))"
+
+
 def prune(folder: Path, trainer: Trainer, *, keep_last: int, keep_every: int | None, keep: Collection[str]) -> None:
     """Remove what need not stay. Call it on one process.
 

@@ -31,7 +31,8 @@ class RunCheckpoint(Checkpoint):
 
     Checkpoints are named by the update (``step-00000250``). What a resumed run needs is in each of them; with
     ``ExactResume`` among the callbacks it goes on exactly. In place of ``ModelCheckpoint``: ``best_model_path`` and
-    ``last_model_path`` are there, and ``ckpt_path="best"`` works.
+    ``last_model_path`` are there, and ``ckpt_path="best"`` works; ``"last"`` does not, as Lightning asks only its own
+    callback for it: pass the folder that ``lit_pretrain.distributed.checkpoint.newest(dirpath)`` finds.
 
     A save that fails ends the run on every rank: at once, or at the next boundary when it ran in the background.
 
@@ -174,7 +175,15 @@ class RunCheckpoint(Checkpoint):
             self._reset()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock."""
+        """Start the clock.
+
+        Raises:
+            ConfigError: On every rank, when a run that begins would write over the checkpoints of an earlier one.
+        """
+        if trainer.global_step == 0 and not _compat.is_debugging(trainer):
+            problem = trainer.strategy.broadcast(_keeping.earlier(self._folder) if trainer.is_global_zero else "")
+            if problem:
+                raise ConfigError(f"callbacks.checkpoint.dirpath={self._folder}: {problem}; name another folder.")
         self._saved_time = self._clock()
         self.agreement = Agreement.of(trainer)
         self.agreement.ask(_FAILED, lambda: int(_compat.save_has_failed(trainer)))

@@ -98,11 +98,28 @@ def _no_such_key(key: str, verb: str, argv: Sequence[str]) -> str:
             f"{key} has names already, and a mapping changes only those; to replace it write '~{key}' "
             f"'+{key}={value}', to add to it +{key}.NAME=...."
         )
+    where = ".".join(found) or verb
+    if not found and "." not in key and (full := _ending_in(key, config)):
+        return f"{key} is not a setting of {where}; did you mean {' or '.join(repr(one) for one in full)}?"
     known = {str(k) for k in node} if isinstance(node, DictConfig) else set()
     if not found:
         known |= _groups(argv)
-    where = ".".join(found) or verb
     return f"{'.'.join([*found, leaf])} is not a setting of {where}; {nearest(leaf, known)}"
+
+
+def _ending_in(leaf: str, config: DictConfig, *, most: int = 3) -> list[str]:
+    """Settings whose last word is ``leaf``, such as optimizer.lr; none where there are too many to choose from."""
+    found: list[str] = []
+    inner: list[tuple[str, object]] = [("", OmegaConf.to_container(config, resolve=False))]
+    while inner:
+        where, node = inner.pop()
+        if isinstance(node, dict):
+            for name, value in node.items():
+                full = f"{where}.{name}" if where else str(name)
+                if name == leaf and where:
+                    found.append(full)
+                inner.append((full, value))
+    return sorted(found) if len(found) <= most else []
 
 
 def _option(text: str) -> str | None:

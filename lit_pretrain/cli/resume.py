@@ -81,6 +81,12 @@ def decide(config: Mapping[str, Any], run_dir: Path, *, named: bool, say: Callab
             f"on from there."
         )
         return Decision(kind="finished", checkpoint=found.path, step=step)
+    updates = _length(config)[0]
+    if isinstance(updates, int) and 0 < updates <= step:
+        raise ConfigError(
+            f"{found.path} stands at update {step:,}, and length.* asks for {updates:,} in all: nothing is left to "
+            "train; ask for more."
+        )
     extended = old is not None and _length(old) != _length(config)
     more = " with another length, which was accepted" if extended else ""
     say(f"goes on from {found.path}, update {step:,}{more}.")

@@ -32,6 +32,7 @@ WRONG_SETTINGS = {
     "~callbacks.cliping": "callbacks.cliping is not a setting of callbacks; did you mean 'clipping'?",
     "hydra.swep.dir=x": "hydra.swep is not a setting of hydra; did you mean 'sweep'?",
     "trainer.max_step=3": "trainer.max_step is not a setting of trainer; did you mean 'max_steps'",
+    "lr=1e-3": "lr is not a setting of train; did you mean 'optimizer.lr'?",
     "+foo=1": "foo is not a setting of train; known: ",
     "+optimizer.lr=1": "optimizer.lr exists already; write optimizer.lr=... without the +.",
     "~length": "trainer.max_steps follows from length.steps, which is not there.",

@@ -114,6 +114,7 @@ def test_auto_without_anything_begins_and_says_so(
         (["run_id=two", "resume=ROOT"], "holds no checkpoint; name a checkpoint or the folder of a run"),
         (["run_id=two", "resume=[a]"], "must be auto, never or the path"),
         (["run_id=two", "resume=ROOT/one", "seed=7"], "seed was 1, is 7"),
+        (["run_id=two", "resume=ROOT/one"], "stands at update 4, and length.* asks for 4 in all"),
     ],
 )
 def test_refused(

@@ -296,3 +296,20 @@ def test_surplus():
     assert _keeping.surplus(steps, keep_last=2, keep_every=None, keep=()) == [1, 2, 3, 4, 5]
     assert _keeping.surplus(steps, keep_last=2, keep_every=3, keep={1}) == [2, 4, 5]
     assert _keeping.surplus(steps, keep_last=9, keep_every=None, keep=()) == []
+
+
+@pytest.mark.parametrize("folders", [False, True], ids=["files", "folders"])
+def test_a_run_that_begins_spares_the_checkpoints_of_an_earlier_one(tmp_path, folders):
+    def begin(steps, path=None, where="checkpoints"):
+        saver = RunCheckpoint(tmp_path / where, every_n_steps=1)
+        fit(tmp_path, saver, path=path, validate=0, folders=folders, max_steps=steps)
+        return saver
+
+    last = begin(3).last_model_path
+    for word in (None, "last"):
+        with pytest.raises(ConfigError, match=r"holds step-00000003.* of an earlier run") as error:
+            begin(4, word)
+        assert last in str(error.value)
+    assert kept(tmp_path) == [2, 3]
+    begin(4, last)
+    begin(1, where="elsewhere")
