@@ -35,7 +35,7 @@ from lit_pretrain.specs import GPTConfig
 from lit_pretrain.spikes import RobustRule, RollbackPolicy
 
 VOCABULARY, LENGTH, ROWS = 2048, 128, 8
-UPDATES = 220
+UPDATES = 190
 POISON = range(120, 140)  # updates whose targets are wrong
 
 
