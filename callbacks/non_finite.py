@@ -131,10 +131,10 @@ class NonFiniteGuard(Callback):
         assert self._mean is not None
         names = {id(p): name for name, p in pl_module.named_parameters()}
         found = [
-            (names.get(id(p), "a parameter outside the module"), state.local(p.grad))
+            (names.get(id(p), "a parameter outside the module"), gradient)
             for group in optimizer.param_groups
             for p in group["params"]
-            if p.grad is not None
+            if p.grad is not None and (gradient := state.local(p.grad)).numel()  # a rank may hold nothing of it
         ]
         self._updates += 1
         loss, self._loss = self._loss, None

@@ -97,7 +97,9 @@ def _is_finite(gradient: Tensor) -> bool:
 
 
 def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Groups that one kernel can take. A rank may hold nothing of a small parameter, and nothing has no maximum."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        if tensor.numel():
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     return list(kinds.values())
