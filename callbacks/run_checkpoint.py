@@ -23,6 +23,7 @@ from lit_pretrain.callbacks.order import settle
 from lit_pretrain.errors import ConfigError, Preempted
 
 FOLDER = "checkpoints"
+_PATIENCE = timedelta(seconds=10)  # with ranks that were not interrupted and will not answer
 _MINUTES, _FAILED = "minutes", "a save failed"
 
 
@@ -190,7 +191,8 @@ class RunCheckpoint(Checkpoint):
         if self.every_minutes is not None:
             self.agreement.ask(_MINUTES, lambda: int(trainer.is_global_zero and self._time_is_up()))
         if self.save_on_exception and trainer.world_size > 1 and dist.is_initialized():
-            self._group = dist.new_group(backend="gloo")
+            # A group with patience of its own: monitored_barrier hands its timeout to rank 0 alone.
+            self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """A window begins or goes on."""
@@ -323,7 +325,7 @@ class RunCheckpoint(Checkpoint):
         if self._group is None:
             return mine[0]
         try:
-            dist.monitored_barrier(self._group, timeout=timedelta(seconds=10))
+            dist.monitored_barrier(self._group, timeout=_PATIENCE)
         except RuntimeError:
             rank_zero_info("Nothing was saved: not all ranks were interrupted.")
             return False

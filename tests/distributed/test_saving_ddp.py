@@ -139,7 +139,7 @@ def test_an_exception_on_every_rank_saves(root: str, tmp_path: Path, ranks: Any)
 def test_an_exception_on_one_rank_saves_nothing_and_hangs_nobody(root: str, tmp_path: Path, ranks: Any) -> None:
     with pytest.raises(RankError) as raised:
         ranks(2, train_alone_and_die, root, str(tmp_path / "run"), timeout_s=120)
-    assert "boom" in str(raised.value)
+    assert "boom" in str(raised.value), str(raised.value)
     assert catalog.complete(tmp_path / "run" / "checkpoints") == []
 
 
