@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from hydra.experimental.callback import Callback
 
+from lit_pretrain.cli import ranks
 from lit_pretrain.cli.claim import InUseError, claimed
 from lit_pretrain.cli.launch import Failed
 from lit_pretrain.errors import ConfigError, RankError
@@ -78,7 +79,7 @@ class SweepReport(Callback):
         """
         sweep_dir = Path(str(config.hydra.sweep.dir)).absolute()
         held = HELD.get()
-        if held is not None:
+        if held is not None and ranks.external() is None:  # ranks of somebody else's are refused, with the reason
             try:
                 sweep_dir.mkdir(parents=True, exist_ok=True)
                 held.enter_context(claimed(sweep_dir))
