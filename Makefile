@@ -29,7 +29,7 @@ demo: $(STAMP)  ## Pretrain a small GPT on text of this machine, then let it wri
 	@$(BIN)/lit-pretrain train experiment=demo run_id=demo
 	@echo "==> Sampling: lit-pretrain generate run=outputs/demo"
 	@$(BIN)/lit-pretrain generate run=outputs/demo
-	@echo "==> Second act: poisoned data, left alone and rolled back (two minutes)"
+	@echo "==> Second act: poisoned data, left alone and rolled back (a minute or two)"
 	@rm -rf outputs/demo-spike
 	@GOMP_SPINCOUNT=1000 $(BIN)/python examples/spike_demo.py --out outputs/demo-spike
 
