@@ -24,9 +24,6 @@ from lit_pretrain.cli import flags, help, hints, ranks, report, resolvers
 from lit_pretrain.cli.launch import Failed, Terminated
 from lit_pretrain.errors import ConfigError, Preempted, RankError
 
-NOTE_VARIABLE = "LIT_PRETRAIN_SWEEP_NOTE"
-"""File in which :class:`lit_pretrain.cli.report.SweepReport` leaves the sweep's folder."""
-
 
 @contextmanager
 def environment(**values: str) -> Iterator[None]:
@@ -142,7 +139,7 @@ def run_verb(verb: str, argv: list[str]) -> int:
         with _scratch() as scratch:
             note = Path(scratch) / "sweep"
             # With HYDRA_FULL_ERROR Hydra raises what went wrong instead of printing it and leaving the process.
-            ours = {ranks.COMMAND_VARIABLE: ranks.this_command(), NOTE_VARIABLE: str(note)}
+            ours = {ranks.COMMAND_VARIABLE: ranks.this_command(), ranks.NOTE_VARIABLE: str(note)}
             with environment(HYDRA_FULL_ERROR="1", **ours):
                 return _run(verb, job, argv, note)
     except ConfigError as e:

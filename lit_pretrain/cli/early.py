@@ -23,7 +23,7 @@ from typing import Any
 from lit_pretrain.cli import flags, ranks
 
 MODULE = "lit_pretrain.cli.early"
-_OF_THE_RUN = frozenset((*ranks.RANK_VARIABLES, ranks.COMMAND_VARIABLE, "LIT_PRETRAIN_SWEEP_NOTE", "HYDRA_FULL_ERROR"))
+_OF_THE_RUN = frozenset((*ranks.RANK_VARIABLES, ranks.COMMAND_VARIABLE, ranks.NOTE_VARIABLE, "HYDRA_FULL_ERROR"))
 """May change between the worker's start and the run's: no library reads them when it is loaded."""
 _HARMLESS_FLAGS = frozenset(("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn"))
 _MOST_HANDLES = 8

@@ -36,6 +36,10 @@ COMMAND_VARIABLE = "LIT_PRETRAIN_COMMAND"
 """Process and machine of the command, so that a job in a worker process of a sweep knows whose end is its own."""
 
 
+NOTE_VARIABLE = "LIT_PRETRAIN_SWEEP_NOTE"
+"""File in which :class:`lit_pretrain.cli.report.SweepReport` leaves the sweep's folder."""
+
+
 def this_command() -> str:
     """What the command writes into :data:`COMMAND_VARIABLE`."""
     return f"{os.getpid()}@{socket.gethostname()}"
