@@ -21,12 +21,13 @@ AlarmTarget = Callable[[Mapping[str, Any]], object] | str | Sequence[str] | None
 class Alarm:
     """Tells it on one rank, without holding up training: commands and webhooks run in a thread.
 
-    An alarm that fails is a warning, never the end of a run.
+    A function is waited for, in a thread of its own: ``timeout_s`` at most. An alarm that fails is a warning, never the
+    end of a run.
 
     Args:
         target: A function of the facts; ``http://`` or ``https://``: the facts are posted there as JSON; any other text
             or list of words: a command that gets the facts as one line of JSON on its standard input. None for silence.
-        timeout_s: For commands and webhooks, in seconds.
+        timeout_s: Of one telling, in seconds.
 
     Raises:
         ConfigError: The target is none of these.
@@ -48,13 +49,22 @@ class Alarm:
         if target is None:
             return
         if callable(target):
-            self._guarded(lambda: target(facts))
+            thread = self._start(lambda: target(facts))
+            thread.join(self._timeout_s)
+            if thread.is_alive():
+                rank_zero_warn(
+                    f"The spike alarm {target!r} has not returned after {self._timeout_s:g} s; training goes on "
+                    "without waiting for it."
+                )
             return
         line = json.dumps(finite(facts), allow_nan=False).encode() + b"\n"
         tell = self._post if isinstance(target, str) and target.startswith(("http://", "https://")) else self._run
-        thread = threading.Thread(target=self._guarded, args=(lambda: tell(line),), daemon=True)
-        self._threads.append(thread)
+        self._threads.append(self._start(lambda: tell(line)))
+
+    def _start(self, tell: Callable[[], object]) -> threading.Thread:
+        thread = threading.Thread(target=self._guarded, args=(tell,), daemon=True)
         thread.start()
+        return thread
 
     def close(self) -> None:
         """Wait for what is being told."""

@@ -69,6 +69,15 @@ def test_an_alarm_that_fails_is_a_warning(target: Any, recwarn: pytest.WarningsR
     assert any("The spike alarm failed" in str(w.message) for w in recwarn)
 
 
+def test_a_function_that_hangs_is_left_alone(recwarn: pytest.WarningsRecorder) -> None:
+    end = threading.Event()
+    alarm = Alarm(lambda facts: end.wait(), timeout_s=0.1)
+    alarm(FACTS)
+    alarm.close()
+    end.set()
+    assert any("has not returned after 0.1 s" in str(w.message) for w in recwarn)
+
+
 @pytest.mark.parametrize("target", [3, [], ["a", 4], ""])
 def test_what_is_no_alarm(target: Any) -> None:
     with pytest.raises(ConfigError, match=r"rollback\.alarm="):
