@@ -42,6 +42,18 @@ def grad_scaler(trainer: Trainer) -> Any | None:
     return scaler if scaler is not None and getattr(scaler, "is_enabled", lambda: True)() else None
 
 
+def loss_scale(trainer: Trainer) -> float:
+    """What the loss is multiplied with before the backward pass; 1 where there is no scaler.
+
+    Our plugin says it of itself; of Lightning's, torch's scaler does, and waits for the device.
+    """
+    plugin = trainer.precision_plugin
+    if hasattr(plugin, "loss_scale"):
+        return float(plugin.loss_scale)
+    scaler = grad_scaler(trainer)
+    return 1.0 if scaler is None else float(scaler.get_scale())
+
+
 def unscale_if_left_scaled(scaler: Any, optimizer: Optimizer) -> None:
     """Bring gradients to true units where Lightning leaves that to the optimizer's own step.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -101,10 +102,14 @@ class SpikeWatch:
             )
         return value.detach().to(torch.float64)
 
-    def look(self, *, wait: bool) -> list[Seen]:
+    def look(self, *, wait: bool, finite_only: bool = False) -> list[Seen]:
         """Judge what has arrived, or everything; ends with the first spike, and forgets what came after it.
 
-        Every rank calls it with the same ``wait``.
+        Every rank calls it with the same settings.
+
+        Args:
+            wait: For all that is on its way.
+            finite_only: Pass over what is not finite: a loss scaler is about to skip that update.
         """
         assert self._mean is not None
         arrived, self._waiting = self._waiting, []
@@ -112,6 +117,8 @@ class SpikeWatch:
         seen = []
         for update, (loss, norm, is_known) in arrived:
             grad_norm = norm if is_known else None
+            if finite_only and not (math.isfinite(loss) and math.isfinite(norm)):
+                continue
             verdict = self.detector.observe(loss, step=update, grad_norm=grad_norm)
             seen.append(Seen(verdict=verdict, loss=loss, grad_norm=grad_norm))
             if verdict.is_spike:

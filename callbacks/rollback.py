@@ -159,7 +159,7 @@ class LossSpikeRollback(Callback):
         self._hooks = [
             o.register_step_post_hook(self._note_step) for o in trainer.optimizers if isinstance(o, Optimizer)
         ]
-        self._rate = LoweredRate(trainer, lambda updates: self.ledger.lr_factor(updates))
+        self._rate = LoweredRate(trainer, lambda done: self.ledger.lr_factor(done), updates=lambda: self._updates)
         if self.mode == "rollback":
             folder = None if self._disk is None else self._disk / f"rank-{trainer.global_rank:05d}"
             self._moments = Moments(every_n_steps=self.every_n_steps, keep=self.keep, path=folder)
@@ -219,8 +219,7 @@ class LossSpikeRollback(Callback):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """The loss of the last microbatch is nowhere else yet when an update has to be dropped."""
         if self.mode == "skip":
-            scaler = _compat.grad_scaler(trainer)
-            self._watch.add(loss if scaler is None else loss.detach() / scaler.get_scale())
+            self._watch.add(loss.detach() / _compat.loss_scale(trainer))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Weights may change from here on: snapshots have to be complete, and a bad update has to be dropped."""
@@ -229,13 +228,12 @@ class LossSpikeRollback(Callback):
         if self._drop is not None:
             before = self._watch.detector.state_dict()
             self._watch.send(trainer, update=self._updates + 1, norm=self._norm)
-            for seen in self._watch.look(wait=True):
+            scaled = _compat.grad_scaler(trainer) is not None
+            for seen in self._watch.look(wait=True, finite_only=scaled):
                 if seen.verdict.is_spike:
                     self._drop.drop(optimizer)
                     self._act_by_dropping(trainer, seen)
                     self._watch.rewind(before)
-        if self._rate is not None:
-            self._rate.lower(optimizer, self._updates)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -264,8 +262,6 @@ class LossSpikeRollback(Callback):
         return None if self._clipping is None else self._clipping.norm
 
     def _note_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._rate is not None:
-            self._rate.raise_again()
         self._applied = self._applied or not _compat.step_was_skipped(optimizer)
 
     def _must_know(self, trainer: Trainer) -> bool:

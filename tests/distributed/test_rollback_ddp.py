@@ -49,6 +49,23 @@ def test_two_ranks(root: str, tmp_path: Path, ranks: Any, layout: str, fault: st
         assert spiking.differing(mine, theirs) == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "precision"), [("ddp", "fp16"), ("zero3", "fp16"), ("tp2", "fp16"), ("pp2", "fp16"), ("zero3", "bf16")]
+)
+def test_masters_and_scaler_go_back(root: str, tmp_path: Path, ranks: Any, layout: str, precision: str) -> None:
+    """Two of three overflows are outside the stretch that is left out, and the scaler of each rank knows of two."""
+    shape = LAYOUTS[layout] | {"precision": precision, "overflow": [6, 12, 17] if precision == "fp16" else []}
+    got = ranks(2, train, root, str(tmp_path / "rolled"), shape | {"poison": [13], "rollback": {}})
+    assert got[0]["ledger"] == got[1]["ledger"] != []
+    skip = [[low, high] for _, low, high, _ in got[0]["ledger"]]
+    want = ranks(2, train, root, str(tmp_path / "never"), shape | {"skip": skip})
+    for mine, theirs in zip(got, want, strict=True):
+        assert spiking.differing(mine, theirs) == []
+        if precision == "fp16":
+            assert mine["precision"]["scaler"]["skipped_updates"] == 2
+
+
 @pytest.mark.parametrize("layout", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_an_update_is_dropped_on_all_ranks(root: str, tmp_path: Path, ranks: Any, layout: str) -> None:
     shape = LAYOUTS[layout]

@@ -15,6 +15,7 @@ from lit_pretrain.callbacks import ExactResume, GradientClipping, LossSpikeRollb
 from lit_pretrain.callbacks.schedules import WarmupCosine
 from lit_pretrain.data import TokenDataModule
 from lit_pretrain.module import GPTModule
+from lit_pretrain.plugins import DynamicLossScaler, MasterWeightPrecision
 from lit_pretrain.specs import GPTConfig
 from lit_pretrain.spikes import MeanRule, RollbackPolicy
 from lit_pretrain.strategies import PipelineParallelStrategy, TensorParallelStrategy, ZeROStrategy
@@ -36,17 +37,20 @@ class PoisonedData(TokenDataModule):
     Args:
         poison: Data steps.
         scale: Times the loss; NaN for a loss that is not a number.
+        overflow: Data steps whose loss is infinite: a loss scaler skips them.
         settings: Of the data module.
     """
 
-    def __init__(self, *args: Any, poison: list[int], scale: float = 60.0, **settings: Any) -> None:
+    def __init__(
+        self, *args: Any, poison: list[int], scale: float = 60.0, overflow: list[int] | None = None, **settings: Any
+    ) -> None:
         super().__init__(*args, **settings)
-        self.poison, self.scale = poison, scale
+        self.scales = dict.fromkeys(poison, scale) | dict.fromkeys(overflow or [], math.inf)
 
     def read_train(self, position: int) -> dict[str, Any]:
         batch = super().read_train(position)
-        bad = batch["index"] // self._accumulation() in self.poison
-        return {**batch, "scale": torch.full((len(batch["ids"]),), self.scale if bad else 1.0)}
+        scale = self.scales.get(int(batch["index"]) // self._accumulation(), 1.0)
+        return {**batch, "scale": torch.full((len(batch["ids"]),), scale)}
 
 
 class Poisonable(GPTModule):
@@ -98,6 +102,8 @@ def run(
     *,
     poison: list[int] | None = None,
     scale: float = 60.0,
+    overflow: list[int] | None = None,
+    precision: str | None = None,
     skip: list[list[int]] | None = None,
     rollback: dict[str, Any] | None = None,
     damage: int | None = None,
@@ -119,6 +125,8 @@ def run(
         folder: Of the run.
         poison: Data steps to poison.
         scale: Times their loss.
+        overflow: Data steps whose loss is infinite.
+        precision: ``bf16`` or ``fp16``, the latter with a scale that moves within a few updates.
         skip: Data that the data module itself never reads: the oracle, which knows no rollback.
         rollback: Settings of LossSpikeRollback; None leaves it out.
         damage: Update before which the weights are damaged.
@@ -145,6 +153,7 @@ def run(
         global_batch_size=ROWS,
         poison=poison or [],
         scale=scale,
+        overflow=overflow,
         skip=skip or [],
     )
     counters = RunCounters()
@@ -170,6 +179,9 @@ def run(
     shape = {"vocab_size": resumable.VOCAB, "block_size": T, "n_layer": 2, "n_head": 2, "n_embd": 16, "dropout": 0.2}
     module = (Scheduled if scheduled else Poisonable)(GPTConfig(**(shape | (model or {}))), seed=3)
     given = {} if strategy is None else {"strategy": STRATEGIES[strategy]() if strategy in STRATEGIES else strategy}
+    if precision is not None:
+        scaler = DynamicLossScaler(initial_scale=64, growth_interval=3) if precision == "fp16" else None
+        settings["plugins"] = [MasterWeightPrecision(precision, scaler=scaler), *settings.get("plugins", [])]  # type: ignore[arg-type]
     fit = resumable.trainer(folder, callbacks, accumulate_grad_batches=accumulation, **(given | settings))
     fit.fit(module, datamodule=data, ckpt_path=path)
     return {**outcome(fit, module), "tokens": counters.tokens, "updates": counters.updates} | {
@@ -198,10 +210,11 @@ def outcome(trainer: Any, module: Any) -> dict[str, Any]:
         "rates": [float(group["lr"]) for group in optimizer.param_groups],
         "random": resumable.drawn(),
         "step": trainer.global_step,
+        "precision": trainer.precision_plugin.state_dict(),
     }
 
 
-DECIDED = ("weights", "masters", "optimizer", "rates", "random", "step", "tokens", "updates")
+DECIDED = ("weights", "masters", "optimizer", "rates", "random", "step", "precision", "tokens", "updates")
 """What a run that rolled back has in common with one that never saw the data."""
 
 
