@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from lit_pretrain.cli import derive, launch, saved
+from lit_pretrain.cli import derive, launch, saved, texts
 from lit_pretrain.cli.resolvers import resolve
 from lit_pretrain.cli.table import columns
 from lit_pretrain.corpus import EOS_TOKEN, ShardFolders, TokenizerFile, Windows, open_tokens
@@ -56,7 +56,13 @@ def _evaluate(plain: Mapping[str, Any]) -> dict[str, Any]:
     of: _HeldOut | _Shards | _Text
     if plain["text"] is not None:
         tokenizer = saved.open_tokenizer(run_dir, plain["tokenizer"], resolved=resolved, eos_token=plain["eos_token"])
-        of = _Text(plain["text"], tokenizer, stride=plain["stride"], max_tokens=max_tokens)
+        of = _Text(
+            plain["text"],
+            tokenizer,
+            text_key=plain["text_key"],
+            stride=plain["stride"],
+            max_tokens=max_tokens,
+        )
     elif plain["shards"] is not None:
         own = find_own_tokenizer(run_dir, plain["tokenizer"], resolved, eos_token=plain["eos_token"])
         of = _Shards(plain["shards"], own, max_tokens=max_tokens)
@@ -153,23 +159,27 @@ class _Shards:
 
 
 class _Text:
-    """Text files, each one document, in overlapping windows."""
+    """Text files in overlapping windows; JSONL and Parquet hold several documents, any other file is one."""
 
-    def __init__(self, text: object, tokenizer: TokenizerFile, *, stride: int | None, max_tokens: int | None) -> None:
+    def __init__(
+        self, text: object, tokenizer: TokenizerFile, *, text_key: object, stride: int | None, max_tokens: int | None
+    ) -> None:
         paths = [text] if isinstance(text, str) else text
         if not isinstance(paths, list) or not paths or not all(isinstance(path, str) for path in paths):
             raise ConfigError(f"text={text!r} must be a file, or several as [a,b].")
+        if not isinstance(text_key, str):
+            raise ConfigError(f"text_key={text_key!r} must be a text: the key in JSONL, the column in Parquet.")
         self._tokenizer, self._stride = tokenizer, None if stride is None else derive.whole("stride", stride)
-        self.title = ", ".join(paths)
-        self._documents: dict[str, list[int]] = {}
+        self._documents: list[tuple[str, list[int]]] = []
+        titles = []
         for path in paths:
-            ids = tokenizer.encode(saved.read_text(Path(path).expanduser(), setting="text"))
-            if len(ids) < 2:
-                raise ConfigError(
-                    f"text={path} has {len(ids)} tokens, and predicting needs 2: the first is only read; name a longer "
-                    f"text."
-                )
-            self._documents[path] = ids if max_tokens is None else ids[: max_tokens + 1]
+            found = texts.read_texts(path, text_key=text_key)
+            if found.left_out:
+                print(f"lit-pretrain: text={path}: left out: {found.left_out}.", file=sys.stderr)
+            titles.append(f"{path} ({found.about})" if found.about else path)
+            encoded = texts.encode(found, tokenizer, path=path, max_tokens=max_tokens)
+            self._documents += [(path, ids) for ids in encoded]
+        self.title = ", ".join(titles)
 
     def score(self, model: GPT, *, length: int, batch_size: int) -> dict[str, CrossEntropy]:
         from lit_pretrain.instantiate.evaluate import score, strided_batches
@@ -179,13 +189,15 @@ class _Text:
         if stride > length:
             raise ConfigError(f"stride={stride} must be at most {length}, the sequence length that the run trained on.")
         batches = strided_batches(
-            list(self._documents.values()),
+            [ids for _, ids in self._documents],
             length=length,
             stride=stride,
             batch_size=batch_size,
             padding=self._tokenizer.eos_id,
         )
-        return score(model, batches, names=list(self._documents), token_bytes=self._tokenizer.token_bytes())
+        return score(
+            model, batches, names=[path for path, _ in self._documents], token_bytes=self._tokenizer.token_bytes()
+        )
 
 
 def check_vocabulary(model: GPT, vocab_size: int | None, *, of: str) -> None:

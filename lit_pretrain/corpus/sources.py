@@ -136,7 +136,7 @@ def _list(given: str, format: str | None, left_out: Counter[str]) -> list[InputF
         name = posixpath.relpath(path, root) if path != root and _is_below(path, root) else posixpath.basename(path)
         if path != root and any(part.startswith(".") for part in name.split("/")):
             continue
-        kind = format or _kind(path)
+        kind = format or kind_of(path)
         if kind is None:
             unknown.append(path)
             continue
@@ -174,7 +174,8 @@ def _is_below(path: str, root: str) -> bool:
     return path.startswith(root.rstrip("/") + "/")
 
 
-def _kind(path: str) -> str | None:
+def kind_of(path: str) -> str | None:
+    """``text``, ``jsonl`` or ``parquet`` by a file's name; None for names of other kinds."""
     stem = path.removesuffix(compression_of(path) or "")
     kind = _FORMAT_OF.get(posixpath.splitext(stem)[1].lower())
     return None if kind == "parquet" and stem != path else kind

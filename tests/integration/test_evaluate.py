@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gzip
 import json
 import math
 from pathlib import Path
@@ -173,6 +174,41 @@ def test_short_and_several_texts(run_dir: Path, tmp_path: Path, capfd: pytest.Ca
     assert capped["all"]["tokens"] == 1
 
 
+def test_documents_of_jsonl_are_read_as_prepare_reads_them(
+    run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    texts = ["abc def", "ghi jab cde fgh"]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text)
+    lines = [json.dumps({"id": 7, "body": text}) for text in texts]
+    (tmp_path / "docs.jsonl").write_text("\n".join([*lines, '{"id": 8}', ""]))
+    with gzip.open(tmp_path / "docs.jsonl.gz", "wt") as file:
+        file.write("\n".join(lines))
+    plain = evaluated(capfd, f"run={run_dir}", f"text=[{tmp_path / '0.txt'},{tmp_path / '1.txt'}]")
+    assert (
+        main(
+            [
+                "evaluate",
+                f"run={run_dir}",
+                f"text={tmp_path / 'docs.jsonl'}",
+                "text_key=body",
+                "format=json",
+                "device=cpu",
+            ]
+        )
+        == 0
+    )
+    out, err = capfd.readouterr()
+    found = json.loads(out)
+    assert found["all"] == pytest.approx(plain["all"])
+    assert found["of"] == f"{tmp_path / 'docs.jsonl'} (2 documents, field 'body')"
+    assert "left out: 1 without the text key, first " in err
+    compressed = evaluated(capfd, f"run={run_dir}", f"text={tmp_path / 'docs.jsonl.gz'}", "text_key=body")
+    assert compressed["all"] == pytest.approx(plain["all"])
+    capped = evaluated(capfd, f"run={run_dir}", f"text={tmp_path / 'docs.jsonl.gz'}", "text_key=body", "max_tokens=3")
+    assert capped["all"]["tokens"] == 3
+
+
 @pytest.mark.parametrize("stride", [1, 3, 4])
 @pytest.mark.parametrize("size", [2, 4, 5, 6, 13])
 def test_every_token_but_the_first_is_a_target_once(size: int, stride: int) -> None:
@@ -216,6 +252,11 @@ def test_a_broken_model_is_still_strict_json(
         (["text=empty.txt"], "text=empty.txt has 0 tokens, and predicting needs 2"),
         (["text=latin.txt"], "text=latin.txt is not UTF-8 text (byte 1); convert it first."),
         (["text=nowhere"], "text=nowhere cannot be read (No such file or directory); name a text file."),
+        (["text=long.jsonl"], "text=long.jsonl: the input holds no document that can be used (1 not JSON, first"),
+        (["text=keys.jsonl"], "its keys are 'body'). text_key=text names the text in each record."),
+        (["text=nowhere.jsonl"], "text=nowhere.jsonl cannot be read (No such file or directory); name a text file."),
+        (["text=.", "text_key=3"], "text_key=3 must be a text: the key in JSONL, the column in Parquet."),
+        (["text=."], "text=. cannot be read (Is a directory); name a text file."),
         (["text=[]"], "text=[] must be a file, or several as [a,b]."),
         (["text=long.txt", "stride=17"], "stride=17 must be at most 16"),
         (["text=long.txt", "stride=0"], "stride=0 must be a whole number of at least 1."),
@@ -243,6 +284,8 @@ def test_refused_in_one_sentence(
     monkeypatch.chdir(tmp_path)
     for name, content in {"one": b"z", "empty": b"", "latin": b"a\xe9", "long": b"abc def"}.items():
         (tmp_path / f"{name}.txt").write_bytes(content)
+    (tmp_path / "long.jsonl").write_bytes(b"abc def")
+    (tmp_path / "keys.jsonl").write_text('{"body": "abc def"}')
     code = main(["evaluate", f"run={run_dir}", "device=cpu", *words])
     out, err = capfd.readouterr()
     assert (code, out) == (1, "")
