@@ -10,6 +10,7 @@ from typing import Any
 
 from lit_pretrain.cli import derive, ranks
 from lit_pretrain.cli.layout import check_layout
+from lit_pretrain.cli.numbers import check_numbers
 from lit_pretrain.corpus import ShardFolders
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.instantiate.build import build
@@ -41,6 +42,7 @@ KNOWN = (
 )
 """Top-level keys of a training run."""
 
+MODULE = "lit_pretrain.module.GPTModule"
 TRAINER = "lightning.pytorch.Trainer"
 LIGHT = ("lit_pretrain.specs.", "lit_pretrain.corpus.")
 """Targets that can be built here: their rooms need no torch."""
@@ -83,8 +85,10 @@ def _each(config: Mapping[str, Any], *, multirun: bool) -> list[Callable[[], Non
         lambda: _seed(config["seed"]),
         lambda: _folder(config),
         lambda: _needed(config),
+        lambda: _nodes(config),
         lambda: _length(config),
         lambda: _derived(config),
+        lambda: check_numbers(config),
         lambda: _precision(config),
         lambda: _model(config),
         lambda: _corpus(config),
@@ -115,6 +119,20 @@ def _needed(config: Mapping[str, Any]) -> None:
     for key in NEEDED:
         if key not in config:
             raise ConfigError(f"{key} is missing, and no run can do without it; leave out ~{key}.")
+
+
+def _nodes(config: Mapping[str, Any]) -> None:
+    """Groups of settings that were set to something else."""
+    for key in ("module", "data", "trainer"):
+        node = config[key]
+        if not isinstance(node, Mapping) or "_target_" not in node:
+            raise ConfigError(f"{key}={node!r} must be a group of settings with a _target_; leave {key} out.")
+    module = config["module"]
+    if module["_target_"] == MODULE and not isinstance(module.get("config"), Mapping):
+        raise ConfigError(
+            f"module.config={module.get('config')!r} must be the settings of a model; choose one with model=NAME, and "
+            f"leave module.config out."
+        )
 
 
 def _derived(config: Mapping[str, Any]) -> None:

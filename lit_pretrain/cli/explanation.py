@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lit_pretrain import units
-from lit_pretrain.cli.outlook import Outlook, get, has_adam, is_replicated, number, whole
+from lit_pretrain.cli.numbers import finite
+from lit_pretrain.cli.outlook import Outlook, get, has_adam, is_replicated, whole
 from lit_pretrain.cli.table import Section
 from lit_pretrain.planning.memory import precision_word
 
@@ -91,7 +92,7 @@ def _length(o: Outlook) -> Section:
 
 def _rates(o: Outlook) -> Section:
     name = str(get(o.config, "schedule._target_", "none")).rpartition(".")[2]
-    peak = number(get(o.config, "optimizer.lr"))
+    peak = finite(get(o.config, "optimizer.lr"))
     rows = [("schedule", name)]
     if o.rates is None or o.tokens_per_update is None:
         return Section("learning rate", [*rows, ("course", UNKNOWN)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -10,17 +9,14 @@ from typing import Any
 
 from lit_pretrain.cli import derive
 from lit_pretrain.cli.checks import is_light
+from lit_pretrain.cli.numbers import ADAM, rates
 from lit_pretrain.corpus import ShardFolders, TokenizerFile, Windows, open_tokens
 from lit_pretrain.errors import ConfigError, DataError
 from lit_pretrain.instantiate import build
 from lit_pretrain.planning import MemoryPerRank, ParameterCount, count_parameters, flops_per_token, memory_per_rank
 from lit_pretrain.planning.memory import NUMBER_FORMATS, precision_word
-from lit_pretrain.planning.rates import KNOWN, RatePlan, plan_rates
+from lit_pretrain.planning.rates import RatePlan
 from lit_pretrain.specs import CorpusProvider, GPTConfig
-
-ADAM = ("lit_pretrain.optim.adamw", "torch.optim.Adam", "torch.optim.AdamW")
-LONG = 10**15
-"""Updates that no warmup exceeds, to check a schedule whose run has no length yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +109,8 @@ def look(config: Mapping[str, Any]) -> Outlook:
     corpus, unknown = _corpus(config, errors)
     tokens_per_update = whole(get(config, "batch.tokens_per_update"))
     updates = _updates(config, corpus)
-    rates = _rates(config, updates, tokens_per_update, errors)
+    course = _rates(config, updates, tokens_per_update, errors)
     memory, memory_unknown = _memory(config, architecture)
-    if has_adam(config) and number(get(config, "optimizer.lr")) is None:
-        errors.append(f"optimizer.lr={get(config, 'optimizer.lr')!r} must be a number.")
     processes, nodes = whole(get(config, "run.num_processes")), whole(get(config, "trainer.num_nodes", 1))
     return Outlook(
         config=config,
@@ -127,7 +121,7 @@ def look(config: Mapping[str, Any]) -> Outlook:
         tokens_per_update=tokens_per_update,
         corpus=corpus,
         corpus_unknown=unknown,
-        rates=rates,
+        rates=course,
         memory=memory,
         memory_unknown=memory_unknown,
         errors=tuple(dict.fromkeys(errors)),
@@ -200,25 +194,12 @@ def _updates(config: Mapping[str, Any], corpus: CorpusFacts | None) -> int | Non
 def _rates(
     config: Mapping[str, Any], updates: int | None, tokens_per_update: int | None, errors: list[str]
 ) -> RatePlan | None:
-    node = config.get("schedule")
-    package, _, name = str(get(node, "_target_", "")).rpartition(".")
-    if name not in KNOWN or not package.startswith("lit_pretrain"):
-        return None
+    peak = get(config, "optimizer.lr")
     try:
-        plan = plan_rates(
-            name,
-            node or {},
-            updates=updates or LONG,
-            tokens_per_update=tokens_per_update or 1,
-            peak=number(get(config, "optimizer.lr")),
-        )
+        return rates(config.get("schedule"), updates=updates, tokens_per_update=tokens_per_update, peak=peak)
     except ConfigError as e:
         errors.append(str(e))
-    except (TypeError, ValueError):  # a text where a number belongs: the constructor says it better
-        pass
-    else:
-        return plan if updates and tokens_per_update else None
-    return None
+        return None
 
 
 def is_replicated(strategy: object) -> bool:
@@ -253,12 +234,6 @@ def _memory(config: Mapping[str, Any], architecture: GPTConfig | None) -> tuple[
         moments=2 if has_adam(config) else 0,
         gradient_copies=1 if ranks > 1 and not is_one else 0,
     ), ""
-
-
-def number(value: object) -> float | None:
-    """A finite number, or None for anything else."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]
 
 
 def has_adam(config: Mapping[str, Any]) -> bool:

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lit_pretrain import units
-from lit_pretrain.cli.outlook import Outlook, get, number, on_gpu, whole
+from lit_pretrain.cli.numbers import finite
+from lit_pretrain.cli.outlook import Outlook, get, on_gpu, whole
+from lit_pretrain.corpus.holdout import FEW_TOKENS
 from lit_pretrain.planning.memory import precision_word
 
 USUAL_WARMUP = 0.1
@@ -52,7 +54,7 @@ def _warmup(o: Outlook) -> Iterator[str]:
 
 
 def _rate(o: Outlook) -> Iterator[str]:
-    lr = number(get(o.config, "optimizer.lr"))
+    lr = finite(get(o.config, "optimizer.lr"))
     if o.parameters is None or lr is None:
         return
     usual = usual_rate(o.parameters.non_embedding)
@@ -133,7 +135,12 @@ def _validation(o: Outlook) -> Iterator[str]:
         yield "trainer.limit_val_batches=0 turns validation off, so nobody sees whether the model learns; leave it out."
     elif o.corpus is not None and not o.corpus.held_out:
         yield "data.corpus holds no text out, so there is no validation; name some with data.corpus.validation."
-    elif o.updates and every is not None and every > o.updates:
+    elif o.corpus is not None and o.corpus.held_out < FEW_TOKENS:
+        yield (
+            f"data.corpus holds out {o.corpus.held_out:,} tokens, and a validation loss over fewer than {FEW_TOKENS:,} "
+            f"says little; hold out more, with prepare by validation_fraction=...."
+        )
+    if o.updates and every is not None and every > o.updates and get(o.config, "trainer.limit_val_batches") != 0:
         yield (
             f"validation.every_steps={every} is beyond the {o.updates:,} updates of the run, which validates at its "
             f"end only; use validation.every_steps={max(1, o.updates // 4)}."
