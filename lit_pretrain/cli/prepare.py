@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 from lit_pretrain.cli import launch, saved
 from lit_pretrain.cli.resolvers import resolve
 from lit_pretrain.corpus import EOS_TOKEN
+from lit_pretrain.corpus.holdout import FEW_TOKENS
 from lit_pretrain.corpus.journal import describe_skipped
 from lit_pretrain.corpus.prepare import Prepared, PrepareSettings, prepare
 from lit_pretrain.corpus.sources import Reading
@@ -85,6 +86,7 @@ def summary(done: Prepared) -> list[str]:
         )
     if "validation" not in record["splits"]:
         lines.append("validation: none; no document was held out")
+    lines += _doubts(record["splits"].get("validation"))
     used = sum(numbers["documents"] for numbers in record["splits"].values())
     skipped = sum(what["documents"] for what in record["skipped"].values())
     if skipped:
@@ -96,6 +98,17 @@ def summary(done: Prepared) -> list[str]:
     lines.append("duplicates were not looked for")
     words = " ".join(_for_shell(word) for word in overrides(done))
     return [*lines, "train on it with:", f"  lit-pretrain train {words} length.epochs=1"]
+
+
+def _doubts(held_out: Mapping[str, Any] | None) -> list[str]:
+    """A sentence where the held-out text is too little to judge a model by."""
+    if held_out is None or (held_out["documents"] > 1 and held_out["tokens"] >= FEW_TOKENS):
+        return []
+    number = "1 document" if held_out["documents"] == 1 else f"{held_out['documents']} documents"
+    return [
+        f"validation is SMALL: {number}, {count(held_out['tokens'])} tokens; its loss says little: hold out more with "
+        f"validation_fraction=0.1 and another output"
+    ]
 
 
 def overrides(done: Prepared) -> list[str]:

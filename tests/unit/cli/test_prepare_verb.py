@@ -104,3 +104,22 @@ def test_the_summary_without_validation(tmp_path: Path) -> None:
     lines = summary(prepared(tmp_path, splits=splits))
     assert "validation: none; no document was held out" in lines
     assert "data.corpus.validation" not in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("documents", "tokens", "said"),
+    [
+        (1, 13, "validation is SMALL: 1 document, 13 tokens;"),
+        (1, 10**6, "validation is SMALL: 1 document, 1M tokens;"),
+        (3, 9_999, "validation is SMALL: 3 documents, 10K tokens;"),
+        (2, 10_000, ""),
+    ],
+)
+def test_too_little_held_out_is_said(tmp_path: Path, documents: int, tokens: int, said: str) -> None:
+    train = {"documents": 1200, "bytes": 4096, "tokens": 1024, "shards": 2}
+    lines = summary(
+        prepared(tmp_path, splits={"train": train, "validation": {**train, "documents": documents, "tokens": tokens}})
+    )
+    found = [line for line in lines if "SMALL" in line]
+    assert len(found) == bool(said)
+    assert all(line.startswith(said) and "validation_fraction=0.1" in line for line in found)
