@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import traceback
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,6 +25,19 @@ FILE = "failure.json"
 
 HELD: ContextVar[ExitStack | None] = ContextVar("held", default=None)
 """What the command holds until its sweep is over; None where no command runs it."""
+
+MADE: ContextVar[tuple[Path, ...]] = ContextVar("made", default=())
+"""The log file of a single run, its folder and those above it that were not there before; innermost first."""
+
+
+def leave_nothing() -> None:
+    """Take away what Hydra made for a run that was refused: the empty log file and the empty folders."""
+    for path in MADE.get():
+        with suppress(OSError):  # something else lies in it by now
+            if path.is_dir():
+                path.rmdir()
+            elif path.stat().st_size == 0:
+                path.unlink()
 
 
 def clear(run_dir: Path) -> None:
@@ -70,6 +83,14 @@ class SweepReport(Callback):
 
     def __init__(self, note: str | None = None) -> None:
         self.note = note
+
+    def on_run_start(self, config: Any, **kwargs: Any) -> None:
+        """Hydra calls this before it makes the folder of a single run."""
+        MADE.set(())
+        with suppress(Exception):  # Hydra makes a warning of it, and says the same once more a moment later
+            run_dir = Path(str(config.hydra.run.dir)).absolute()
+            places = (run_dir / f"{config.hydra.job.name}.log", run_dir, *run_dir.parents)
+            MADE.set(tuple(place for place in places if not place.exists()))
 
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
         """Hydra calls this before the first job.

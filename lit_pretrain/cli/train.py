@@ -71,6 +71,8 @@ def job(config: DictConfig) -> float | None:
                 report.write(run_dir, words_of(hydra_config), e)
         if multirun:
             raise
+        if not begun:
+            report.leave_nothing()
         raise launch.Failed from e
 
 
