@@ -210,9 +210,15 @@ def _go_on(e: Preempted, argv: list[str]) -> str:
 
 
 def _sweep_failures(note: Path) -> int:
+    """Say how every job of a sweep went; how many failed."""
     if not note.exists():
         return 0
-    return report.print_failures(Path(note.read_text(encoding="utf-8")), sys.stderr)
+    folder = Path(note.read_text(encoding="utf-8"))
+    if ranks.is_rank_zero():
+        from lit_pretrain.cli import sweep  # loads numpy, which --help is spared
+
+        print(f"\n{sweep.table(folder)}", end="", flush=True)
+    return report.print_failures(folder, sys.stderr)
 
 
 def _complain(text: str, *, code: int = 1) -> int:

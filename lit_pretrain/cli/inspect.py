@@ -16,7 +16,7 @@ import yaml
 from omegaconf import DictConfig
 
 from lit_pretrain import units
-from lit_pretrain.cli import launch, resume, saved, spikes_seen
+from lit_pretrain.cli import launch, resume, saved, spikes_seen, sweep
 from lit_pretrain.cli.outlook import Outlook, get, look
 from lit_pretrain.cli.resolvers import resolve
 from lit_pretrain.cli.runstate import RunState, read_state
@@ -66,9 +66,9 @@ def describe(run_dir: Path, *, verify: bool, as_json: bool = False) -> str:
     try:
         config = saved.read_resolved(run_dir)
     except ConfigError as e:
-        runs = sorted(path.parent for path in run_dir.glob(f"*/{launch.RESOLVED}"))
-        if runs and not (run_dir / launch.RESOLVED).exists():
-            return _several(run_dir, runs, as_json=as_json)
+        holds_runs = bool(sweep.run_folders(run_dir) or sweep.sweeps_in(run_dir))
+        if holds_runs and not (run_dir / launch.RESOLVED).exists():
+            return _several(run_dir, as_json=as_json)
         if not run_dir.is_dir() or not _is_a_run(run_dir):
             raise
         damage = str(e)
@@ -230,31 +230,11 @@ def _next(
     return rows or [("", "nothing: neither curves nor a checkpoint that can be read")]
 
 
-def _several(folder: Path, runs: Sequence[Path], *, as_json: bool) -> str:
-    """A sweep's jobs, one a line."""
-    states = {run.name: read_state(run) for run in runs}
+def _several(folder: Path, *, as_json: bool) -> str:
+    """A sweep's jobs, or the runs and sweeps of a folder."""
     if as_json:
-        jobs = {
-            name: {"state": state.kind, "updates": state.steps, "metrics": _finite(state.metrics)}
-            for name, state in states.items()
-        }
-        return json.dumps({"folder": str(folder), "runs": jobs}, indent=2, allow_nan=False) + "\n"
-
-    def value(state: RunState, name: str) -> str:
-        return f"{state.metrics[name]:.4f}" if name in state.metrics else "-"
-
-    rows = [
-        [
-            name,
-            state.kind,
-            "?" if state.steps is None else f"{state.steps:,}",
-            value(state, "val/loss"),
-            value(state, "train/loss"),
-        ]
-        for name, state in states.items()
-    ]
-    head = f"{folder} holds {len(runs)} runs; inspect one with lit-pretrain inspect {shlex.quote(str(runs[-1]))}\n\n"
-    return head + columns(["run", "state", "updates", "val/loss", "train/loss"], rows, left=(0, 1))
+        return sweep.as_json(folder)
+    return sweep.table(folder) if sweep.is_sweep(folder) else sweep.overview(folder)
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:

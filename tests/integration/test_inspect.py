@@ -313,17 +313,51 @@ def test_a_run_that_had_just_begun(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert "nothing: neither curves nor a checkpoint that can be read" in out
 
 
-def test_a_sweep_is_a_table_of_its_runs(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    sweep = run_dir.parent / "sweep"
-    shutil.copytree(run_dir, sweep / "0")
-    shutil.copytree(run_dir, sweep / "1")
-    (sweep / "1" / "result.json").unlink()
-    report.write(sweep / "1", [], ConfigError("no."))
-    lines = inspected(capfd, str(sweep)).splitlines()
-    assert lines[0] == f"{sweep} holds 2 runs; inspect one with lit-pretrain inspect {sweep / '1'}"
-    assert [line.split()[:3] for line in lines[3:]] == [["0", "finished", "5"], ["1", "failed", "5"]]
-    found = json.loads(inspected(capfd, str(sweep), "format=json"))
-    assert [run["state"] for run in found["runs"].values()] == ["finished", "failed"]
+@pytest.fixture
+def swept(run_dir: Path) -> Path:
+    """A folder with a run and a sweep: two jobs ended, one was refused."""
+    folder = run_dir.parent / "outputs" / "s"
+    for job, (rate, loss) in {"0": ("1e-3", 5.5), "1": ("3e-3", 5.25)}.items():
+        shutil.copytree(run_dir, folder / job)
+        words = ["experiment=demo", f"optimizer.lr={rate}", "seed=1"]
+        (folder / job / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(words))
+        result = json.loads((folder / job / "result.json").read_text())
+        result["metrics"] |= {"val/loss": loss, "val/bits_per_byte": 2.5}
+        (folder / job / "result.json").write_text(json.dumps(result))
+    report.write(folder / "10", ["experiment=demo", "optimizer.lr=-1", "seed=1"], ConfigError("no."))
+    shutil.copytree(run_dir, folder.parent / "alone")
+    return folder
+
+
+def test_a_sweep_is_a_table_of_its_jobs(
+    swept: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(swept.parent.parent)
+    lines = inspected(capfd, "outputs/s").splitlines()
+    assert lines[0].split() == ["job", "optimizer.lr", "val/loss", "bits/byte", "updates", "state", "folder"]
+    assert [line.split() for line in lines[1:4]] == [
+        ["0", "1e-3", "5.5000", "2.5000", "5", "finished", "outputs/s/0"],
+        ["1", "3e-3", "5.2500", "2.5000", "5", "finished", "outputs/s/1"],
+        ["10", "-1", "-", "-", "-", "failed", "outputs/s/10"],
+    ]
+    assert lines[4:] == ["", "least val/loss: job 1 (optimizer.lr=3e-3)"]
+    found = json.loads(inspected(capfd, "outputs/s", "format=json"))
+    assert [run["state"] for run in found["runs"].values()] == ["finished", "finished", "failed"]
+    assert [run["swept"] for run in found["runs"].values()] == [{"optimizer.lr": r} for r in ("1e-3", "3e-3", "-1")]
+
+
+def test_a_folder_of_runs_lists_its_sweeps(
+    swept: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(swept.parent.parent)
+    lines = inspected(capfd, "outputs").splitlines()
+    assert lines[0] == "outputs holds 1 run and 1 sweep; inspect one with lit-pretrain inspect outputs/s"
+    assert lines[3].split()[:3] == ["alone", "finished", "5"]
+    assert lines[5].split() == ["sweep", "jobs", "finished", "least", "val/loss", "swept"]
+    assert lines[6].split() == ["s", "3", "2", "5.2500", "optimizer.lr=1e-3,3e-3,-1"]
+    found = json.loads(inspected(capfd, "outputs", "format=json"))
+    assert list(found["runs"]) == ["alone"]
+    assert list(found["sweeps"]["s"]) == ["0", "1", "10"]
 
 
 @pytest.mark.parametrize(
