@@ -23,6 +23,13 @@ from lit_pretrain.errors import ConfigError
 from lit_pretrain.instantiate.nearest import nearest
 
 CONFIGS = "lit_pretrain.conf"
+EXAMPLES = {
+    "data.corpus.sources": "'data.corpus.sources={web: FOLDER}'; lit-pretrain prepare makes such a folder of your own "
+    "text and prints the words to train on it.",
+    "input": "input=..., a folder, files (.txt, .jsonl, .parquet), globs or hf://NAME.",
+    "output": "output=..., a folder for the shards.",
+}
+"""What to write for a setting that has no default, where ``...`` says too little."""
 
 
 def explain(error: BaseException, verb: str, argv: Sequence[str]) -> str:
@@ -141,11 +148,11 @@ def _value(chain: Sequence[BaseException], text: str, argv: Sequence[str]) -> st
     for e in chain:
         key = getattr(e, "full_key", None)
         if isinstance(e, MissingMandatoryValue) and key:
-            return f"{key} must be given: {key}=..."
+            return _wanted(key)
         if isinstance(e, InterpolationToMissingValueError):
             wanted = re.search(r"Missing mandatory value: ([\w.]+)", str(e))
             if wanted:
-                return f"{wanted.group(1)} must be given: {wanted.group(1)}=..."
+                return _wanted(wanted.group(1))
         if isinstance(e, InterpolationKeyError) and key:
             wanted = re.search(r"key '([^']+)' not found", str(e))
             return f"{key} follows from {wanted.group(1) if wanted else 'another setting'}, which is not there."
@@ -171,6 +178,10 @@ def _value(chain: Sequence[BaseException], text: str, argv: Sequence[str]) -> st
     if m:
         return f"{m.group(1)}: several values make a sweep, which needs -m; a list is written [a,b]."
     return None
+
+
+def _wanted(key: str) -> str:
+    return f"{key} must be given: {EXAMPLES.get(key, f'{key}=...')}"
 
 
 def _composed(verb: str, argv: Sequence[str]) -> DictConfig:

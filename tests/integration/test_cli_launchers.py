@@ -90,3 +90,20 @@ def test_optuna_minimises_the_validation_loss(work: Path) -> None:
     best = yaml.safe_load((work / "outputs/s/optimization_results.yaml").read_text())
     assert best["best_value"] == pytest.approx(min(losses.values()))
     assert losses[best["best_params"]["optimizer.lr"]] == min(losses.values())
+
+
+def test_optuna_goes_on_after_a_failed_trial_where_it_is_told_to(work: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    words = ("hydra/sweeper=optuna", "hydra/sweeper/sampler=grid", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1")
+    words = (*words, "hydra.sweeper.max_failure_rate=0.5", "optimizer.lr=choice(-1,0.01)", "debug=fast")
+    code, out = finish(work, "-m", "run_id=s", *words)
+    assert code == 1, out
+    folder = work / "outputs" / "s"
+    (failed,) = (path.parent.name for path in folder.glob("*/failure.json"))
+    (finished,) = (path.parent.name for path in folder.glob("*/result.json"))
+    assert {failed, finished} == {"0", "1"}
+    assert f"=== job {failed} failed (" in out
+    assert out.rstrip().endswith(f"lit-pretrain: 1 of 2 jobs failed: {failed}")
+    assert f"least val/loss: job {finished} (optimizer.lr=0.01)" in out
+    best = yaml.safe_load((folder / "optimization_results.yaml").read_text())
+    assert best["best_params"] == {"optimizer.lr": 0.01}

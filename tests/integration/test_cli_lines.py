@@ -60,7 +60,7 @@ WRONG_SETTINGS = {
     "validation.every_steps=0": "validation.every_steps=0 must be a whole number of at least 1.",
     "seed=???": "seed must be given: seed=...",
     "seed=-1": "seed=-1 must be a whole number from 0 to 4294967295.",
-    "data=shards": "data.corpus.sources must be given: data.corpus.sources=...",
+    "data=shards": "data.corpus.sources must be given: 'data.corpus.sources={web: FOLDER}'; lit-pretrain prepare",
     "data.corpus.domains=[cod]": "corpus.domains holds 'cod', which is unknown; use code or english.",
     "data.corpus.vocab_size=10": "corpus.vocab_size=10 must be a whole number of at least 257.",
     "trainer.devices=zero": "trainer.devices='zero' must be a whole number of at least 1, a list of device indices",
@@ -73,6 +73,27 @@ WRONG_SETTINGS = {
     "model.n_head=3": "model.n_head=3 must divide model.n_embd=16;",
     "model.vocab_size=big": "model.vocab_size='big' must be a whole number.",
     "+model.layers=3": "model.layers is not a setting of lit_pretrain.specs.GPTConfig; did you mean 'n_layer'?",
+    "module.config=null": "module.config=None must be the settings of a model; choose one with model=NAME",
+    "module=null": "module=None must be a group of settings with a _target_; leave module out.",
+    # numbers
+    "optimizer.lr=nan": "optimizer.lr=nan is not a number; give one, or leave optimizer.lr out.",
+    "optimizer.lr=inf": "optimizer.lr=inf must be a finite number of at least 0.",
+    "optimizer.lr=-1": "optimizer.lr=-1 must be a finite number of at least 0.",
+    "optimizer.lr=fast": "optimizer.lr='fast' must be a finite number of at least 0.",
+    "optimizer.weight_decay=-0.1": "optimizer.weight_decay=-0.1 must be a finite number of at least 0.",
+    "optimizer.eps=0": "optimizer.eps=0 must be a finite number above 0.",
+    "optimizer.betas=[0.9,1]": "optimizer.betas=[0.9, 1] must be two numbers of at least 0 and below 1",
+    "optimizer.betas=0.9": "optimizer.betas=0.9 must be two numbers of at least 0 and below 1",
+    "optimizer.betas=[nan,0.9]": "optimizer.betas[0]=nan is not a number",
+    "schedule.warmup_fraction=nan": "schedule.warmup_fraction=nan is not a number",
+    "schedule.warmup_fraction=-1": "schedule.warmup_fraction=-1 must lie between 0 and 1.",
+    "schedule.warmup_fraction=inf": "schedule.warmup_fraction=inf must be a finite number, or null.",
+    "schedule.min_ratio=2": "schedule.min_ratio=2 must lie between 0 and 1.",
+    "schedule.warmup_steps=2": "Exactly one of schedule.warmup_steps, warmup_tokens, warmup_fraction must be set",
+    "length.steps=nan": "length.steps=nan must be a whole number of at least 1.",
+    "length.tokens=inf": "length.tokens=inf must be a whole number of at least 1.",
+    "callbacks.clipping.max_norm=nan": "callbacks.clipping.max_norm=nan is not a number",
+    "validation.max_tokens=nan": "validation.max_tokens=nan is not a number",
     # grammar
     "optimizer.lr=1,2": "optimizer.lr=1,2: several values make a sweep, which needs -m;",
     "run_id=a=b": "run_id=a=b: a value with '=' in it needs quotes inside quotes: 'run_id=\"a=b\"'.",
@@ -184,13 +205,51 @@ def test_an_earlier_run_is_not_touched(capfd: pytest.CaptureFixture[str], workpl
     assert left.isdisjoint({"resolved.yaml", "result.json", "failure.json", ".hydra"})
 
 
+@pytest.mark.parametrize("word", ["optimizer.lr=-1", "run_id=", "data=shards"])
+def test_a_refused_run_leaves_no_folder(capfd: pytest.CaptureFixture[str], workplace: Path, word: str) -> None:
+    assert run_here(capfd, *TRAIN, "length.steps=4", word)[0] == 1
+    assert not list(workplace.iterdir())
+
+
+def test_a_refused_run_leaves_the_folder_that_it_found(capfd: pytest.CaptureFixture[str], workplace: Path) -> None:
+    (workplace / "outputs" / "mine").mkdir(parents=True)
+    (workplace / "outputs" / "mine" / "notes.txt").write_text("keep")
+    assert run_here(capfd, *TRAIN, "length.steps=4", "run_id=mine", "optimizer.lr=-1")[0] == 1
+    assert [str(path.relative_to(workplace)) for path in workplace.rglob("*")] == [
+        "outputs",
+        "outputs/mine",
+        "outputs/mine/notes.txt",
+    ]
+
+
 def test_every_failed_job_of_a_sweep_is_printed(capfd: pytest.CaptureFixture[str], workplace: Path) -> None:
-    code, _, err = run_here(capfd, *TRAIN, "-m", "run_id=s", "length.steps=4", "run.inline=true", "seed=1,2")
+    code, out, err = run_here(capfd, *TRAIN, "-m", "run_id=s", "length.steps=4", "run.inline=true", "seed=1,2")
     assert code == 1
+    assert [line.split() for line in out.split("\n\n")[-1].splitlines()] == [
+        ["job", "seed", "val/loss", "bits/byte", "updates", "state", "folder"],
+        ["0", "1", "-", "-", "-", "failed", "outputs/s/0"],
+        ["1", "2", "-", "-", "-", "failed", "outputs/s/1"],
+    ]
     assert err.count("run.inline=true is for one job of one process") == 2
     assert "2 of 2 jobs failed: 0, 1" in err
     assert "Traceback" not in err
     assert sorted(p.name for p in (workplace / "outputs" / "s").iterdir() if p.is_dir()) == ["0", "1"]
+
+
+def test_optuna_stops_at_a_failed_trial(capfd: pytest.CaptureFixture[str], workplace: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    words = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1"]
+    words = [*TRAIN, "-m", "run_id=s", "length.steps=4", *words, "optimizer.lr=choice(-1,-2)"]
+    code, _, err = run_here(capfd, *words)
+    assert code == 1
+    assert "\n=== job 0 failed (" in err
+    assert " must be a finite number of at least 0." in err
+    assert err.endswith("lit-pretrain: 1 of 1 jobs failed: 0\n")
+    assert "Traceback" not in err
+    code, out, err = run_here(capfd, *words, "hydra.sweeper.max_failure_rate=1.0")
+    assert code == 1
+    assert err.endswith("lit-pretrain: 3 of 3 jobs failed: 0, 1, 2\n")
+    assert out.count(" failed ") == 3
 
 
 def test_two_sweeps_of_one_name(capfd: pytest.CaptureFixture[str], workplace: Path) -> None:
@@ -286,6 +345,10 @@ COMPOSED = (
     "trainer.devices",
     "trainer.num",
     "model.n_",
+    "optimizer.lr=-",
+    "optimizer.lr=nan",
+    "schedule.warm",
+    "module",
 )
 """What Hydra composes, and only the values are wrong: explain goes on and lists it."""
 

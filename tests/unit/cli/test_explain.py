@@ -182,7 +182,7 @@ def test_every_illegal_setting_is_named_at_once(capfd: pytest.CaptureFixture[str
     illegal = out.split("\nillegal\n")[1]
     assert illegal.count("\n") == 7
     for sentence in (
-        "data.corpus.sources must be given: data.corpus.sources=...",
+        "data.corpus.sources must be given: 'data.corpus.sources={web: FOLDER}'; lit-pretrain prepare",
         "length.epochs=2 and length.steps=4 are both given",
         "batch.global_batch_size=9 must be a multiple of",
         "seed=-1 must be a whole number",
