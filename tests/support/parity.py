@@ -138,6 +138,7 @@ def train(
     devices: int = 1,
     clip: float | None = 0.2,
     layers: int = 2,
+    kind: type[Wide] = Wide,
     **settings: Any,
 ) -> dict[str, Any]:
     """Train; every rank calls it and gets whole results.
@@ -152,12 +153,13 @@ def train(
         devices: Ranks.
         clip: Greatest norm.
         layers: Of the model.
+        kind: Of module.
         settings: Of the Trainer.
     """
     if isinstance(strategy, dict):
         strategy = HybridParallelStrategy(**strategy)
     watch = Watch()
-    module = Wide(config(style, tied=tied, layers=layers), optimizer=adamw, seed=5)
+    module = kind(config(style, tied=tied, layers=layers), optimizer=adamw, seed=5)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=devices,
@@ -238,13 +240,14 @@ def check(ranks: Any, world: int, cases: list[tuple[dict[str, Any], dict[str, An
     Args:
         ranks: The fixture.
         world: Ranks.
-        cases: Settings of a HybridParallelStrategy, and of ``train`` where they are not those of a tied GPT-2.
+        cases: Settings of a HybridParallelStrategy, and of ``train`` where they are not those of a tied GPT-2. What is
+            compared with is a ``Wide``, whatever ``kind`` they name.
     """
     usual = {"style": "gpt2", "tied": True, "accumulate": 1, "layers": 2, "rows": 12}
     cases = [(strategy, {**usual, **model}) for strategy, model in cases]
     outputs = ranks(world, train_all, world, cases, timeout_s=400)
     for i, (strategy, model) in enumerate(cases):
-        want = reference(**model)
+        want = reference(**{key: value for key, value in model.items() if key != "kind"})
         assert max(want["norms"]) > 0.2  # clipping is at work
         results = [output[i] for output in outputs]
         assert set().union(*(got["weights"] for got in results)) == set(want["weights"])

@@ -59,6 +59,8 @@ class PipelineLayout:
         microbatches = 4 * ranks if num_microbatches is None else num_microbatches
         check_microbatches(schedule, microbatches, ranks=ranks, stages=per_rank)
         blocks = blocks_of(model, plan)
+        if traits(schedule).splits_backward:
+            _refuse_selective(blocks, schedule=schedule)
         embed_cost, head_cost = costs(model, plan)
         counts = split_layers(len(blocks), ranks * per_rank, embed_cost=embed_cost, head_cost=head_cost, cut=cut)
         return cls(schedule=schedule, ranks=ranks, num_microbatches=microbatches, counts=counts)
@@ -112,6 +114,17 @@ def blocks_of(model: nn.Module, plan: ParallelPlan) -> dict[str, nn.Module]:
                 f"{', '.join(n for n, _ in model.named_children())}."
             ) from None
     return dict(model.get_submodule(plan.blocks).named_children())
+
+
+def _refuse_selective(blocks: dict[str, nn.Module], *, schedule: str) -> None:
+    """What selective checkpointing keeps is gone after one backward pass, and the two halves are two (torch 2.13)."""
+    parts = (part for block in blocks.values() for part in block.modules())
+    if any(getattr(part, "activation_checkpointing", None) == "selective" for part in parts):
+        raise ConfigError(
+            f"strategy.schedule={schedule} computes input and weight gradients apart, which "
+            "activation_checkpointing=selective does not allow; use full or none, or schedule=1f1b, "
+            "interleaved_1f1b, gpipe or looped_bfs."
+        )
 
 
 def costs(model: nn.Module, plan: ParallelPlan) -> tuple[float, float]:

@@ -45,6 +45,19 @@ def test_plans_that_do_not_fit_are_refused():
         PipelineLayout.of(gpt(), PLAN, schedule="zbv", ranks=4, num_microbatches=8)
 
 
+@pytest.mark.parametrize("schedule", ["zero_bubble", "zbv", "dualpipev"])
+def test_recomputation_that_a_split_backward_does_not_survive_is_refused(schedule):
+    sizes = GPTConfig(vocab_size=640, block_size=8, n_layer=8, n_head=2, n_embd=16)
+    for mode in ("none", "full", "selective"):
+        model = GPT(sizes, activation_checkpointing=mode)
+        PipelineLayout.of(model, PLAN, schedule="1f1b", ranks=2)
+        if mode != "selective":
+            PipelineLayout.of(model, PLAN, schedule=schedule, ranks=2)
+            continue
+        with pytest.raises(ConfigError, match=rf"^strategy.schedule={schedule} .*=selective does not allow; use full"):
+            PipelineLayout.of(model, PLAN, schedule=schedule, ranks=2)
+
+
 def test_blocks_may_be_the_model_itself():
     model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(5)])
     layout = PipelineLayout.of(model, ParallelPlan(blocks=""), schedule="gpipe", ranks=2)
