@@ -22,6 +22,7 @@ LAYOUTS = {
     "zero3": (2, {"stage": 3}),
     "zero0": (2, {"stage": 0}),
     "tp": (2, {"tensor_parallel_size": 2, "stage": 1}),
+    "tp4": (4, {"tensor_parallel_size": 4}),
     "tp_zero3": (2, {"tensor_parallel_size": 2, "stage": 3, "sequence_parallel": False}),
     "pp": (2, PP),
     "cp": (2, {"context_parallel_size": 2}),
@@ -31,8 +32,8 @@ LAYOUTS = {
 }
 
 
-def go(layout, folder, *, epochs, load=None, folders=True):
-    """Train to the end of an epoch of two updates; save there."""
+def go(layout, folder, *, epochs, load=None, save=None, folders=True):
+    """Train to the end of an epoch of two updates; save there, unless it was loaded and has no name to be saved by."""
     # In one process Lightning loads weights before it makes them float64, and would round them.
     module = Wide(config("llama", tied=True), optimizer=adamw, seed=5).double()
     devices, settings = LAYOUTS[layout]
@@ -42,8 +43,8 @@ def go(layout, folder, *, epochs, load=None, folders=True):
     run = trainer(strategy, devices=devices, max_epochs=epochs, plugins=plugins, callbacks=callbacks)
     # A folder stands where a path without an ending says.
     run.fit(module, datamodule=Slices(updates=2, rows=4, accumulate=1), ckpt_path=load and str(Path(folder, load)))
-    if load is None:
-        run.save_checkpoint(Path(folder, layout if folders else f"{layout}.ckpt"))
+    if load is None or save is not None:
+        run.save_checkpoint(Path(folder, save or (layout if folders else f"{layout}.ckpt")))
     run.strategy.checkpoint_io.teardown()
     return run.global_step, module.exact, {name: state.whole(p) for name, p in module.named_parameters()}
 
@@ -96,6 +97,28 @@ def test_layouts_continue_each_other(ranks, tmp_path):
 )
 def test_every_layout_continues_every_other(ranks, tmp_path, several):
     check(ranks, tmp_path, several)
+
+
+def link(folder, layout, number):
+    """One epoch of a run that changes its layout at the end of each."""
+    return go(layout, folder, epochs=number + 1, load=str(number - 1) if number else None, save=str(number))
+
+
+@pytest.mark.slow
+def test_a_run_that_changes_its_layout_again_and_again_loses_nothing(ranks, tmp_path):
+    """No number of ranks divides the vocabulary, so each layout pads it otherwise; the last one takes over from all."""
+    chain = ["tp", "tp4", "zero3_tp", "one"]
+    _, losses, want = go("one", tmp_path / "whole", epochs=len(chain))
+    for number, layout in enumerate(chain[:-1]):
+        results = ranks(LAYOUTS[layout][0], link, str(tmp_path), layout, number)
+        for _, exact, _ in results:
+            part = losses[2 * number : 2 * number + 2]
+            assert max(abs(a - b) for a, b in zip(exact, part, strict=True)) <= 1e-12 * max(losses), layout
+    steps, exact, got = link(str(tmp_path), "one", len(chain) - 1)
+    assert steps == 2 * len(chain)
+    assert max(abs(a - b) for a, b in zip(exact, losses[-2:], strict=True)) <= 1e-12 * max(losses)
+    assert got.keys() == want.keys()
+    assert all(float((got[name] - value).abs().max()) <= BOUND for name, value in want.items())
 
 
 @pytest.mark.slow
