@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.trainer.states import TrainerFn
@@ -17,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lit_pretrain.callbacks import _compat, _compat_loops, _compat_sums, _names, _random, _stopping
 from lit_pretrain.callbacks._compat_loops import Epoch, Place
+from lit_pretrain.callbacks._muted import MutedWarning
 from lit_pretrain.callbacks._record import EXACT_KEY, KEY, parameter_names, write_names
 from lit_pretrain.callbacks._replay import EpochReplay
 from lit_pretrain.callbacks.order import Order, move_to_front
@@ -83,7 +85,7 @@ class ExactResume(Callback):
         self._to_restore: _random.State | None = None
         self._windows_to_restore: int | None = None
         self._ended_on_resume = False
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle | MutedWarning] = []
         self._patiences: list[tuple[EarlyStopping, int]] = []
         self._checkpoint: dict[str, Any] | None = None
         self._optimizers_exist = False
@@ -238,6 +240,8 @@ class ExactResume(Callback):
         elif epoch is not Epoch.ENDED and restored.get("sums"):
             _compat_sums.restore(trainer, pl_module, restored["sums"][trainer.global_rank])
         self._replay.next_iterator_follows_epoch_start()
+        if self.replay:  # Lightning cannot know that the place is found again
+            self._hooks.append(MutedWarning(r"(?s).*your dataloader is not resumable", PossibleUserWarning))
         if epoch is Epoch.RUNNING:
             self._replay.resume(
                 trainer,
