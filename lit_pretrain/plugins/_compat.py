@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 
 _HELD = "held back by a skipped update"
 
@@ -25,6 +25,16 @@ def multiply_and_check(tensors: Sequence[Tensor], factor: float, found: Tensor) 
     """
     inverse = torch.full((), factor, dtype=torch.float32, device=found.device)
     torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), found, inverse)
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """What a gradient holds in memory: of a sparse one its values, which torch shows of a summed-up one only."""
+    return gradient._values() if gradient.is_sparse else gradient
+
+
+def has_running_statistics(module: nn.Module) -> bool:
+    """Whether a norm keeps means of what it saw; torch's kernels take its weights in their type only (torch 2.13)."""
+    return isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None
 
 
 def hold_schedulers(configs: Sequence[Any]) -> None:

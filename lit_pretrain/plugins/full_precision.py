@@ -14,6 +14,7 @@ from lit_pretrain.distributed.tensor_parallel import matches
 from lit_pretrain.errors import ConfigError
 
 _MARK = "_lit_pretrain_full_precision"
+_FORMER = "_lit_pretrain_former_class"
 
 
 def full_precision_modules(root: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
@@ -30,7 +31,7 @@ def run_in_full_precision(root: nn.Module, patterns: Sequence[str], *, device_ty
     """Let what fits the patterns compute in float32 under autocast: inputs are widened, operations not narrowed.
 
     A pattern names modules, or a method of modules (``model.loss``). The classes of what it names are replaced by
-    subclasses; without autocast they do what they did. Calling it again changes nothing.
+    subclasses, until :func:`restore`; without autocast they do what they did. Calling it again changes nothing.
 
     Args:
         root: Names are relative to it.
@@ -85,7 +86,14 @@ def _widen(module: nn.Module, method: str, device_type: str) -> None:
 
     setattr(widened, _MARK, True)
     # A class and no attribute of the object: copies of the object then call the method on themselves.
-    module.__class__ = type(cls.__name__, (cls,), {method: widened, "__module__": cls.__module__})
+    module.__class__ = type(cls.__name__, (cls,), {method: widened, "__module__": cls.__module__, _FORMER: cls})
+
+
+def restore(root: nn.Module) -> None:
+    """Give modules their own classes back: they can be pickled, and another precision finds them as they were."""
+    for module in root.modules():
+        while _FORMER in vars(type(module)):
+            module.__class__ = vars(type(module))[_FORMER]
 
 
 def _wide(value: Any) -> Any:

@@ -16,7 +16,7 @@ from lit_pretrain.plugins import _compat
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:
     """Local parts of the gradients, in the optimizer's order; they share memory with the gradients."""
     found = (p.grad for group in optimizer.param_groups for p in group["params"])
-    return [g.to_local() if isinstance(g, DTensor) else g for g in found if g is not None]
+    return [_in_memory(g) for g in found if g is not None]
 
 
 @torch.no_grad()
@@ -92,8 +92,11 @@ def first_non_finite(module: nn.Module, *, world_size: int) -> str:
 
 
 def _is_finite(gradient: Tensor) -> bool:
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    return bool(torch.isfinite(local).all())
+    return bool(torch.isfinite(_in_memory(gradient)).all())
+
+
+def _in_memory(gradient: Tensor) -> Tensor:
+    return _compat.dense(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
 
 
 def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -43,8 +43,10 @@ class DynamicLossScaler:
         settings = {"initial_scale": initial_scale, "min_scale": min_scale, "max_scale": max_scale}
         settings |= {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
         for name, value in settings.items():
-            if not (math.isfinite(value) and value > 0 and math.frexp(value)[0] == 0.5):
-                raise ConfigError(f"scaler.{name}={value!r} must be a power of two, so that unscaling is exact.")
+            if not _is_power_of_two(value):
+                raise ConfigError(
+                    f"scaler.{name}={value!r} must be a power of two, from 2^-126 to 2^126, so that unscaling is exact."
+                )
         if not growth_factor >= 1:
             raise ConfigError(f"scaler.growth_factor={growth_factor!r} must be at least 1; 1 never grows.")
         if not backoff_factor < 1:
@@ -123,3 +125,10 @@ class DynamicLossScaler:
         self.skipped_updates = int(state["skipped_updates"])
         self.consecutive_skips = int(state["consecutive_skips"])
         self._at_floor = False
+
+
+def _is_power_of_two(value: object) -> bool:
+    """Of those that float32 holds, and their inverses too, with all bits."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 2.0**-126 <= value <= 2.0**126:
+        return False
+    return math.frexp(value)[0] == 0.5

@@ -12,11 +12,12 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer
 
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.plugins import _compat
-from lit_pretrain.plugins.full_precision import run_in_full_precision
+from lit_pretrain.plugins.full_precision import restore, run_in_full_precision
 from lit_pretrain.plugins.gradient_checks import agree, first_non_finite, gradients_of, share, underflow, unscale
 from lit_pretrain.plugins.loss_scale import DynamicLossScaler
 from lit_pretrain.plugins.narrow_reduction import narrow_reduction
@@ -31,7 +32,7 @@ class MasterWeightPrecision(Precision):
     """Forward and backward in 16 bits, gradients accumulated in float32, float32 master weights in the optimizer.
 
     The module's parameters are the masters. While it computes they are replaced by 16-bit copies, which are refreshed
-    after each update; under autocast, so that operations that need float32 (losses, norms) get it. Under a strategy
+    for each batch; under autocast, so that operations that need float32 (losses, norms) get it. Under a strategy
     that shards weights itself (ours) the gathered weights are those copies. Optimizer states, checkpoints and callbacks
     see float32 only, and any precision loads any other's checkpoint.
 
@@ -78,12 +79,17 @@ class MasterWeightPrecision(Precision):
             raise ConfigError(f"precision={precision!r} is unknown here; use one of bf16, fp16, fp32.")
         if reduce_in not in ("fp32", "16bit"):
             raise ConfigError(f"precision.reduce_in={reduce_in!r} is unknown; use fp32 or 16bit.")
-        if isinstance(keep_fp32, str):
+        if isinstance(keep_fp32, str) or not all(isinstance(pattern, str) for pattern in keep_fp32):
             raise ConfigError(f"precision.keep_fp32={keep_fp32!r} must be a list of patterns.")
         if scaler is not None and precision != "fp16":
             raise ConfigError(f"precision.scaler is for fp16; precision={precision} has too few or no small numbers.")
-        if max_consecutive_overflows < 1:
-            raise ConfigError(f"precision.max_consecutive_overflows={max_consecutive_overflows} must be at least 1.")
+        if scaler is not None and not isinstance(scaler, DynamicLossScaler):
+            raise ConfigError(
+                f"precision.scaler={scaler!r} must be a DynamicLossScaler, such as DynamicLossScaler(min_scale=2)."
+            )
+        limit = max_consecutive_overflows
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            raise ConfigError(f"precision.max_consecutive_overflows={limit!r} must be a whole number of at least 1.")
         self.kind = precision
         self.precision = _FLAGS[precision]  # type: ignore[assignment]  # what Trainer.precision says
         self.dtype = _DTYPES[precision]
@@ -92,6 +98,7 @@ class MasterWeightPrecision(Precision):
         self.last_update_skipped = False
         self._overflows = OverflowCount(limit=max_consecutive_overflows) if precision == "bf16" else None
         self._is_scaled = False
+        self._unscaled_early: Tensor | None = None  # before the step, for clipping: whether it found an overflow
         self._module: nn.Module | None = None
         self._device = torch.device("cpu")
         self._copies: WorkingCopies | None = None
@@ -148,6 +155,11 @@ class MasterWeightPrecision(Precision):
             return module
         self._device = torch.device("cpu") if strategy is None else strategy.root_device
         for name, parameter in module.named_parameters():
+            if isinstance(parameter, UninitializedParameter):
+                raise ConfigError(
+                    f"{self!r} cannot make a copy of {name}, whose shape is not known yet; run one forward pass before "
+                    "training, so that the lazy module makes its weights."
+                )
             if isinstance(parameter, DTensor) and not shares:
                 raise ConfigError(
                     f"{self!r} cannot make copies of weights that {type(strategy).__name__} has sharded ({name}); use "
@@ -160,6 +172,8 @@ class MasterWeightPrecision(Precision):
                 )
         kept = run_in_full_precision(module, self.keep_fp32, device_type=self._device.type)
         if module is not self._module or self._copies is None:
+            statistics = (m.parameters() for m in module.modules() if _compat.has_running_statistics(m))
+            kept = kept.union(*statistics)
             self._copies = None if shares else WorkingCopies(module, self.dtype, kept=kept)
         self._module = module
         return module
@@ -192,12 +206,20 @@ class MasterWeightPrecision(Precision):
         """Let go of the module and of the copies."""
         _compat.release_schedulers(self._schedulers)
         self._schedulers = []
-        self._module = self._copies = None
+        if self._copies is not None and self._module is not None:
+            self._copies.close()
+            restore(self._module)
+        self._module = self._copies = self._unscaled_early = None
 
     # ---------------------------------------------------------------- forward and backward
 
     def convert_input(self, data: Any) -> Any:
-        """A batch begins; it stays as it is: the model and autocast decide."""
+        """A batch begins; it stays as it is: the model and autocast decide.
+
+        The copies are made anew for it: averages of weights write ``p.data``, which no version counter tells.
+        """
+        if self._copies is not None:
+            self._copies.expire()
         if self._schedulers and isinstance(self._module, pl.LightningModule) and _compat.is_training(self._module):
             _compat.release_schedulers(self._schedulers)
         return data
@@ -231,6 +253,11 @@ class MasterWeightPrecision(Precision):
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
         """Scale the loss."""
         if self.scaler is not None:
+            if self._unscaled_early is not None:
+                raise ConfigError(
+                    "clip_gradients was called before the last backward pass of an update, so that scaled gradients "
+                    "would be added to unscaled ones; call it right before optimizer.step()."
+                )
             tensor = (tensor.float() if tensor.dtype == torch.float16 else tensor) * self.scaler.scale
             self._is_scaled = True
         return super().pre_backward(tensor, module)
@@ -241,6 +268,13 @@ class MasterWeightPrecision(Precision):
         """Backward with the copies in place: activation checkpointing computes forward passes again."""
         with self._with_copies():
             super().backward(tensor, model, optimizer, *args, **kwargs)
+
+    def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        """Clip in true units, also where manual optimization clips before the step has unscaled."""
+        if self._is_scaled:
+            self._is_scaled = False
+            self._unscaled_early = unscale(gradients_of(optimizer), scale=self.loss_scale, device=self._device)
+        super().clip_gradients(optimizer, *args, **kwargs)
 
     # ---------------------------------------------------------------- the update
 
@@ -260,8 +294,12 @@ class MasterWeightPrecision(Precision):
             gradients = gradients_of(optimizer)
             # Manual optimization may step twice after one backward pass.
             scale, self._is_scaled = self.loss_scale if self._is_scaled else 1.0, False
-            shares = self._underflow_shares(gradients, scale, trainer.world_size) if logs else {}
-            found = agree(unscale(gradients, scale=scale, device=self._device), world_size=trainer.world_size)
+            early, self._unscaled_early = self._unscaled_early, None
+            shares = self._underflow_shares(gradients, scale, trainer.world_size) if logs and early is None else {}
+            found = unscale(gradients, scale=scale, device=self._device)
+            if early is not None:  # clipping by value has made finite what was not
+                scale, found = self.loss_scale, torch.maximum(found, early)
+            found = agree(found, world_size=trainer.world_size)
             if self._overflows is not None:
                 self._overflows.add(found, model, reads=logs)
             self._after_closure(model, optimizer)

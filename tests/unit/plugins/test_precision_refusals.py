@@ -22,7 +22,7 @@ from tests.support.precisions import Net, batches, trainer
         (("bf16",), {"reduce_in": "bf16"}, "precision.reduce_in='bf16' is unknown; use fp32 or 16bit"),
         (("bf16",), {"keep_fp32": "model.norm"}, "precision.keep_fp32='model.norm' must be a list"),
         (("bf16",), {"scaler": DynamicLossScaler()}, "precision.scaler is for fp16"),
-        (("bf16",), {"max_consecutive_overflows": 0}, "precision.max_consecutive_overflows=0 must be at least 1"),
+        (("bf16",), {"max_consecutive_overflows": 0}, "precision.max_consecutive_overflows=0 must be a whole number"),
     ],
 )
 def test_arguments(arguments: Any, settings: Any, words: str) -> None:
