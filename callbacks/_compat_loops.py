@@ -193,6 +193,21 @@ def run_is_over(trainer: Trainer) -> bool:
     return epochs not in (None, -1) and epoch_is_over(trainer) and trainer.current_epoch + 1 >= (epochs or 0)
 
 
+def lift_minimum(trainer: Trainer) -> tuple[int | None, int | None]:
+    """Let a stop be one before ``min_epochs`` and ``min_steps`` are reached; gives what they were."""
+    loop = trainer.fit_loop
+    minimum = loop.min_epochs, loop.epoch_loop.min_steps
+    loop.min_epochs, loop.epoch_loop.min_steps = None, None
+    return minimum
+
+
+def set_minimum(trainer: Trainer, minimum: tuple[int | None, int | None]) -> None:
+    """Put back those that ``lift_minimum`` found."""
+    loop = trainer.fit_loop
+    loop.min_epochs = minimum[0] or loop.min_epochs
+    loop.epoch_loop.min_steps = minimum[1] or loop.epoch_loop.min_steps
+
+
 def note_saved(trainer: Trainer) -> None:
     """Tell every ModelCheckpoint that this update is saved: its state does not say so, and it would save again."""
     for callback in trainer.checkpoint_callbacks:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
@@ -16,11 +15,11 @@ from torch import nn
 from lit_pretrain import units
 from lit_pretrain.callbacks import _compat, _compat_loops
 from lit_pretrain.callbacks._agreement import Agreement
+from lit_pretrain.callbacks._run_end import RunEnd
 from lit_pretrain.callbacks._tokens import TokensPerBatch
 from lit_pretrain.callbacks.counters import RunCounters
 from lit_pretrain.callbacks.learning_rate import LearningRateSchedule
 from lit_pretrain.callbacks.order import Order, settle
-from lit_pretrain.callbacks.run_checkpoint import RunCheckpoint
 from lit_pretrain.callbacks.schedules import WarmupStableDecay
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.planning.budget import Budget
@@ -34,9 +33,10 @@ _TIME, _END = "budget: time is up", "budget: end in tokens"
 class ChinchillaBudget(Callback):
     """Stops at 20 tokens a parameter, or at a limit of FLOPs, tokens, hours or money, whichever comes first.
 
-    Tokens are those that count (``RunCounters``), of the global batch, each once whatever the layout; the run ends with
-    the first update that reaches the limit. What was spent (FLOPs, hours, money) counts also where a rollback took it
-    back. Hours are of rank 0's clock, and all ranks stop at the same update.
+    Tokens are those that count (``RunCounters``), of the global batch, each once whatever the layout; the run ends
+    with the first update that reaches the limit, whatever the trainer's minimum, and a resume of its end trains no
+    more. What was spent (FLOPs, hours, money) counts also where a rollback took it back. Hours are of rank 0's
+    clock, and all ranks stop at the same update.
 
     The learning-rate schedule, if it is one of ours, ends at the limit: its last update runs at the lowest rate. Limits
     of time are not known in tokens beforehand: with ``WarmupStableDecay`` the decay begins early enough to be over in
@@ -107,6 +107,7 @@ class ChinchillaBudget(Callback):
         self._schedule: LearningRateSchedule | None = None
         self._parameters = {"all": 0, "non_embedding": 0}
         self._flops_per_token: float | None = None
+        self._end_of_run = RunEnd("budget")
         self._end = 0  # tokens, fixed when a decay began for a limit of time; 0 before
         self._began = (0.0, 0.0)  # seconds and tokens read when this process began
 
@@ -138,7 +139,7 @@ class ChinchillaBudget(Callback):
         self._steer(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say what the run is heading for."""
+        """Say what the run is heading for; stop one that was over when it was saved."""
         self._began = (self._counters.seconds, self._counters.tokens_read)
         if self._seconds(trainer):
             self.agreement = Agreement.of(trainer)
@@ -149,6 +150,10 @@ class ChinchillaBudget(Callback):
         both = ", ".join(f"{units.count(n)} {key.replace('_', '-')}" for key, n in self._parameters.items())
         to = "a limit of time" if name is None else f"{units.count(tokens[name])} tokens (budget.{name})"
         rank_zero_info(f"Budget: parameters {both}; the run ends at {to}.")
+        if self._counters.tokens_read > 0:  # restored: the same on every rank
+            self.reason = self._reached(time_is_up=self._time_is_up(trainer), trainer=trainer)
+            if self.reason is not None:
+                self._end_of_run.stop(trainer)
 
     # ---------------------------------------------------------------- limits
 
@@ -236,7 +241,7 @@ class ChinchillaBudget(Callback):
             reached = self._reached(time_is_up=time_is_up, trainer=trainer)
             if reached is not None:
                 self.reason = reached
-                trainer.should_stop = True
+                self._end_of_run.stop(trainer)
         if _compat.should_log(trainer) or self.reason is not None:
             _compat.log(trainer, self._figures(trainer))
 
@@ -277,8 +282,8 @@ class ChinchillaBudget(Callback):
         """Sum up; save, if nobody else saves the end."""
         self.agreement = None
         self.summary = self._sum_up(trainer)
-        if not any(isinstance(c, RunCheckpoint) for c in trainer.callbacks):  # type: ignore[attr-defined]
-            self._save(trainer)
+        self._end_of_run.save(trainer)
+        self._end_of_run.close(trainer)
         if trainer.is_global_zero and not _compat.is_debugging(trainer):
             text = describe(self.summary)
             print(text, flush=True)
@@ -288,11 +293,6 @@ class ChinchillaBudget(Callback):
                 if isinstance(logger, TensorBoardLogger):
                     lines = "\n".join("    " + line for line in text.splitlines())
                     logger.experiment.add_text("budget", lines, global_step=trainer.global_step)
-
-    def _save(self, trainer: Trainer) -> None:
-        theirs = [c.dirpath for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.dirpath]
-        if theirs and not _compat.is_debugging(trainer):
-            trainer.save_checkpoint(Path(theirs[0]) / f"budget-step-{trainer.global_step:08d}.ckpt")
 
     def _sum_up(self, trainer: Trainer) -> dict[str, Any]:
         counters = self._counters

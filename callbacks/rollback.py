@@ -19,6 +19,7 @@ from lit_pretrain.callbacks._data_course import DataCourse
 from lit_pretrain.callbacks._lowered_rate import LoweredRate
 from lit_pretrain.callbacks._moments import Moments
 from lit_pretrain.callbacks._owners import check_owners, save_is_due
+from lit_pretrain.callbacks._run_end import RunEnd
 from lit_pretrain.callbacks._spike_watch import Seen, SpikeWatch
 from lit_pretrain.callbacks._update_drop import UpdateDrop
 from lit_pretrain.callbacks.clipping import GradientClipping
@@ -103,6 +104,7 @@ class LossSpikeRollback(Callback):
         self._course = DataCourse(None if ledger is None else Path(ledger))
         self._disk = None if disk is None else Path(disk)
         self._curves = TensorBoardContinuation()
+        self._end = RunEnd("rollback")
         self._updates = 0  # applied
         self._is_resumed = False
         self._begin_anew()
@@ -345,7 +347,7 @@ class LossSpikeRollback(Callback):
     def _stop_if(self, trainer: Trainer, decision: Decision) -> None:
         if decision.stop is not None:
             self.stop_reason = decision.stop
-            trainer.should_stop = True
+            self._end.stop(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """From here on the run is to act like one that resumes from this checkpoint."""
@@ -369,10 +371,11 @@ class LossSpikeRollback(Callback):
         self._is_resumed = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say the last word to the loggers; give the memory back."""
+        """Say the last word to the loggers; save, if nobody else does; give the memory back."""
         self._tell(trainer)
         if self.stop_reason is not None:
             rank_zero_warn(f"LossSpikeRollback has ended the run: {self.stop_reason}")
+            self._end.save(trainer)
         self._watch.close()
         self._close(trainer)
 
@@ -384,6 +387,7 @@ class LossSpikeRollback(Callback):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._end.close(trainer)
         if self._rate is not None:
             self._rate.close()
         if self._moments is not None:

@@ -42,7 +42,8 @@ class Budget:
         limits = [f.name for f in fields(self) if f.name not in ("law", "price_per_device_hour")]
         for name in (*limits, "price_per_device_hour"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (is_number and math.isfinite(value) and value > 0):
                 raise ConfigError(f"budget.{name}={value!r} must be a number above 0, or null.")
         if all(getattr(self, name) is None for name in limits):
             raise ConfigError(f"A budget needs a limit; set one of budget.{', budget.'.join(limits)}.")

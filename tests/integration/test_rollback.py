@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lit_pretrain.callbacks import ChinchillaBudget, TensorBoardContinuation
@@ -129,6 +130,24 @@ def test_the_same_batch_again_and_again(root: str, tmp_path: Path) -> None:
     assert saved["global_step"] == got["step"]
     assert all(bool(value.isfinite().all()) for value in saved["state_dict"].values())
     assert float(max(value.abs().max() for value in saved["state_dict"].values())) < 3.0
+
+
+def test_a_stop_is_one(root: str, tmp_path: Path) -> None:
+    """Also before the trainer's minimum, and saved by Lightning's own callback where there is no other.
+
+    By hand: everything from step 10 on is bad, and one rollback is allowed: the second spike restores update 8.
+    """
+    saver = ModelCheckpoint(tmp_path / "theirs", every_n_train_steps=100, save_on_train_epoch_end=False)
+    policy = RollbackPolicy(max_rollbacks=1)
+    settings: dict[str, Any] = {"saver": saver, "min_steps": 18, "rollback": {"policy": policy}}
+    got = rolled_back(root, tmp_path, poison=list(range(10, 90)), **settings)
+    assert got["step"] == got["updates"] == 8
+    assert "max_rollbacks=1" in got["stop"]
+    (path,) = (tmp_path / "theirs").iterdir()
+    assert path.name == "rollback-step-00000008.ckpt"
+    saved = torch.load(path, weights_only=True)
+    assert saved["global_step"] == 8
+    assert [value.numpy().tobytes() for value in saved["state_dict"].values()] == got["weights"]
 
 
 @pytest.mark.parametrize("scale", [60.0, float("nan")])

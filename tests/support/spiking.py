@@ -108,6 +108,7 @@ def run(
     rollback: dict[str, Any] | None = None,
     damage: int | None = None,
     extra: list[Any] | None = None,
+    saver: Any = None,
     scheduled: bool = False,
     kill: tuple[str, int] | None = None,
     save_every: int | None = None,
@@ -131,6 +132,7 @@ def run(
         rollback: Settings of LossSpikeRollback; None leaves it out.
         damage: Update before which the weights are damaged.
         extra: Further callbacks.
+        saver: In place of our RunCheckpoint.
         scheduled: A scheduler of Lightning's in place of our schedule.
         kill: Hook and count at which this process kills itself.
         save_every: Updates between checkpoints; None for none but the last.
@@ -158,7 +160,7 @@ def run(
     )
     counters = RunCounters()
     callbacks: list[Any] = [
-        RunCheckpoint(every_n_steps=save_every, keep_last=3),
+        RunCheckpoint(every_n_steps=save_every, keep_last=3) if saver is None else saver,
         resumable.Writer(folder),
         resumable.Noise(),
         counters,

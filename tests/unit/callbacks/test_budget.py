@@ -53,7 +53,7 @@ class Clock:
         return self.now
 
 
-def fit(folder: Path, *callbacks: Any, **settings: Any) -> tuple[pl.Trainer, Line]:
+def fit(folder: Path, *callbacks: Any, ckpt_path: Path | None = None, **settings: Any) -> tuple[pl.Trainer, Line]:
     data = torch.utils.data.TensorDataset(torch.arange(400) % 10)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -67,7 +67,7 @@ def fit(folder: Path, *callbacks: Any, **settings: Any) -> tuple[pl.Trainer, Lin
         **settings,
     )
     module = Line()
-    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4), ckpt_path=settings.pop("ckpt_path", None))
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4), ckpt_path=ckpt_path)
     return trainer, module
 
 
@@ -174,27 +174,44 @@ def test_a_resumed_run_ends_at_the_same_update(tmp_path: Path) -> None:
     rates = Rates()
     schedule = WarmupCosine(warmup_steps=2, min_ratio=0.1, tokens_per_update=TOKENS)
     budget = ChinchillaBudget(tokens_per_batch=TOKENS)
-    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(400) % 10), batch_size=4)
-    again = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=5,
-        callbacks=sort_callbacks([schedule, budget, rates]),
-        default_root_dir=tmp_path,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    again.fit(Line(), data, ckpt_path=tmp_path / "ten.ckpt")
+    again, _ = fit(tmp_path, schedule, budget, rates, ckpt_path=tmp_path / "ten.ckpt")
     assert again.global_step == 24
     assert len(rates.seen) == 14
     assert rates.seen[-1] == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize(
+    "settings", [{"tokens_per_batch": TOKENS}, {"ratio": None, "max_hours": 23.5 / 3600, "tokens_per_batch": TOKENS}]
+)
+def test_a_run_that_is_over_is_not_trained_on(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """24 updates by tokens or by the clock; a resume from its last checkpoint makes no update more."""
+    first, module = fit(tmp_path, RunCounters(tokens_per_batch=TOKENS, clock=Clock()), ChinchillaBudget(**settings))
+    assert first.global_step == 24
+    first.save_checkpoint(tmp_path / "end.ckpt")
+    budget = ChinchillaBudget(**settings)
+    counters = RunCounters(tokens_per_batch=TOKENS, clock=Clock())
+    again, resumed = fit(tmp_path, counters, budget, ckpt_path=tmp_path / "end.ckpt")
+    assert again.global_step == 24
+    assert counters.tokens == 240
+    assert budget.summary["reason"] == budget.reason
+    assert budget.reason is not None
+    assert torch.equal(resumed.line.weight, module.line.weight)
+
+
+def test_a_budget_ends_before_the_trainer_s_minimum(tmp_path: Path) -> None:
+    """And the trainer keeps its minimum for the next run."""
+    trainer, _ = fit(tmp_path, ChinchillaBudget(tokens_per_batch=TOKENS), min_steps=30)
+    assert trainer.global_step == 24
+    assert trainer.min_steps == 30
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"ratio": None}, "needs a limit"),
+        ({"ratio": 0.0}, r"ratio=0\.0 must be a number above 0"),
+        ({"ratio": float("nan")}, "ratio=nan must be a number above 0"),
+        ({"ratio": True}, "ratio=True must be a number above 0"),
         ({"ratio": -1.0}, "ratio=-1.0 must be a number above 0"),
         ({"ratio": None, "max_cost": 3.0}, "needs budget.price_per_device_hour"),
         ({"law": "mine"}, "law='mine' is unknown"),
