@@ -5,11 +5,13 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# One thread per process: the tests that need several cores start several ranks.
+# One thread per process: the tests that need several cores start several ranks. Two processes take half the time of
+# one on two cores; JOBS=0 runs everything in one.
+JOBS ?= 2
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check bench clean
+.PHONY: help demo test test-slow test-gpu check bench clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,11 +37,15 @@ demo: $(STAMP)  ## Pretrain a small GPT on text of this machine, then let it wri
 
 test: check  ## Checks and the fast tests
 	@echo "==> Fast tests"
-	@$(TEST) -m "not slow and not gpu"
+	@$(TEST) -n $(JOBS) --dist worksteal -m "not slow and not gpu"
 
 test-slow: $(STAMP)  ## Whole runs and large matrices
 	@echo "==> Slow tests"
 	@$(TEST) -m "slow and not gpu"
+
+test-gpu: $(STAMP)  ## Tests that need a CUDA device
+	@echo "==> Tests on a GPU"
+	@$(TEST) -m gpu
 
 check: $(STAMP)  ## Format, lint, types, floors
 	@echo "==> Format"

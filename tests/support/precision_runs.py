@@ -67,13 +67,13 @@ class Watch(pl.Callback):
             self.unchanged = all(torch.equal(now[name], self.before[name]) for name in now)
         if trainer.global_step > len(self.losses):
             self.losses.append(trainer.callback_metrics["train/loss"].item())
-            self.scales.append(plugin.loss_scale)
-            if plugin.last_update_skipped:
+            self.scales.append(getattr(plugin, "loss_scale", 1.0))
+            if getattr(plugin, "last_update_skipped", False):
                 self.skipped.append(trainer.global_step - 1)
 
 
 def whole(module: pl.LightningModule) -> dict[str, torch.Tensor]:
-    return {name: state.whole(p) for name, p in module.named_parameters()}  # type: ignore[misc]
+    return {name: state.whole(p).cpu() for name, p in module.named_parameters()}  # type: ignore[misc]
 
 
 def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -93,6 +93,9 @@ def train(
     reduce_in: Any = "fp32",
     style: str = "gpt2",
     clip: float | None = None,
+    accelerator: str = "cpu",
+    flag: Any = None,
+    compile: bool = False,
 ) -> dict[str, Any]:
     """Train; every rank calls it and gets whole weights.
 
@@ -107,15 +110,20 @@ def train(
         reduce_in: Of the plugin.
         style: Of the model.
         clip: Greatest norm.
+        accelerator: ``cpu`` or ``gpu``.
+        flag: ``Trainer(precision=...)``, in place of the plugin and of ``kind``.
+        compile: The module's blocks.
     """
     strategy = HybridParallelStrategy(**layout) if isinstance(layout, dict) else layout
     watch = Watch(overflow=overflow[0] if overflow else None, rank=overflow[1] if overflow else None)
-    module = GPTModule(config(style, tied=True, layers=LAYERS), optimizer=sgd, seed=5)
+    module = GPTModule(config(style, tied=True, layers=LAYERS), optimizer=sgd, seed=5, compile=compile)
+    plugin = MasterWeightPrecision(kind, keep_fp32=keep_fp32, reduce_in=reduce_in) if flag is None else None
     trainer = pl.Trainer(
-        accelerator="cpu",
+        accelerator=accelerator,
         devices=devices,
         strategy=strategy,
-        plugins=MasterWeightPrecision(kind, keep_fp32=keep_fp32, reduce_in=reduce_in),
+        precision=flag,
+        plugins=plugin,
         max_epochs=1,
         limit_val_batches=0,
         accumulate_grad_batches=accumulate,
@@ -137,6 +145,7 @@ def train(
         "skipped": watch.skipped,
         "unchanged": watch.unchanged,
         "weights": whole(module),
+        "plugin": repr(trainer.precision_plugin),
         "figures": {k: float(v) for k, v in trainer.logged_metrics.items() if k.startswith("precision/")},
     }
 

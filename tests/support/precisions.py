@@ -104,17 +104,18 @@ def by_hand(
     accumulate: int = 1,
     scale: float = 1.0,
     seed: int = 0,
+    device: str = "cpu",
 ) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
     """Gradients and weights of every update: float32 masters, a model cast to 16 bits, none of the code under test."""
-    masters = network(seed)
+    masters = network(seed).to(device)
     optimizer = (make or (lambda p: torch.optim.SGD(p, lr=0.1)))(masters.parameters())
     gradients, weights = [], []
     for start in range(0, len(data), accumulate):
         totals = [torch.zeros_like(p) for p in masters.parameters()]
         for batch in data[start : start + accumulate]:
             narrow = copy.deepcopy(masters).to(DTYPES[kind])
-            with torch.autocast("cpu", DTYPES[kind]):
-                loss = (narrow(batch["x"]).float() - batch["y"]).square().mean()
+            with torch.autocast(device, DTYPES[kind]):
+                loss = (narrow(batch["x"].to(device)).float() - batch["y"].to(device)).square().mean()
             (loss / accumulate * scale).backward()
             for total, p in zip(totals, narrow.parameters(), strict=True):
                 assert p.grad is not None

@@ -137,6 +137,7 @@ def gpt(**settings: Any) -> GPTModule:
 def trainer(folder: str, callbacks: list[Any], **settings: Any) -> pl.Trainer:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     given = {
+        "accelerator": "cpu",
         "max_steps": UPDATES,
         "accumulate_grad_batches": 2,
         "val_check_interval": 3 * settings.get("accumulate_grad_batches", 2),
@@ -145,7 +146,6 @@ def trainer(folder: str, callbacks: list[Any], **settings: Any) -> pl.Trainer:
         "strategy": "ddp" if world > 1 else "auto",
     }
     return pl.Trainer(
-        accelerator="cpu",
         devices=world,
         default_root_dir=folder,
         callbacks=sort_callbacks(callbacks),
@@ -240,9 +240,9 @@ def outcome(trainer: pl.Trainer, module: Any) -> dict[str, Any]:
     """This rank's weights, optimizer state and random state, as bytes and numbers."""
     stopping = [c.state_dict() for c in trainer.callbacks if isinstance(c, EarlyStopping)]
     return {
-        "weights": {name: state.local(value).numpy().tobytes() for name, value in module.state_dict().items()},
+        "weights": {name: state.local(value).cpu().numpy().tobytes() for name, value in module.state_dict().items()},
         "optimizer": [
-            state.local(value).numpy().tobytes()
+            state.local(value).cpu().numpy().tobytes()
             for values in trainer.optimizers[0].state.values()
             for value in values.values()
         ],
