@@ -42,6 +42,7 @@ KNOWN = (
 )
 """Top-level keys of a training run."""
 
+DATA = "lit_pretrain.data.TokenDataModule"
 MODULE = "lit_pretrain.module.GPTModule"
 TRAINER = "lightning.pytorch.Trainer"
 LIGHT = ("lit_pretrain.specs.", "lit_pretrain.corpus.")
@@ -127,7 +128,12 @@ def _nodes(config: Mapping[str, Any]) -> None:
         node = config[key]
         if not isinstance(node, Mapping) or "_target_" not in node:
             raise ConfigError(f"{key}={node!r} must be a group of settings with a _target_; leave {key} out.")
-    module = config["module"]
+    module, data = config["module"], config["data"]
+    if data["_target_"] == DATA and not isinstance(data.get("corpus"), Mapping):
+        raise ConfigError(
+            f"data.corpus={data.get('corpus')!r} must say where the text is; choose data=default or data=shards, and "
+            f"leave data.corpus out."
+        )
     if module["_target_"] == MODULE and not isinstance(module.get("config"), Mapping):
         raise ConfigError(
             f"module.config={module.get('config')!r} must be the settings of a model; choose one with model=NAME, and "

@@ -90,7 +90,7 @@ def run_name(name: object) -> str:
     return text
 
 
-def accumulation(global_batch_size: object, micro_batch_size: object, data_parallel_size: int) -> int:
+def accumulation(global_batch_size: object, micro_batch_size: object, data_parallel_size: object) -> int:
     """Microbatches per update on each data-parallel rank.
 
     Args:
@@ -103,7 +103,7 @@ def accumulation(global_batch_size: object, micro_batch_size: object, data_paral
     """
     batch = whole("batch.global_batch_size", global_batch_size)
     micro = whole("batch.micro_batch_size", micro_batch_size)
-    per_pass = micro * data_parallel_size
+    per_pass = micro * whole("batch.data_parallel_size", data_parallel_size)
     if batch % per_pass:
         below, above = batch // per_pass * per_pass, -(-batch // per_pass) * per_pass
         use = f"{below} or {above}" if below else f"{above}"

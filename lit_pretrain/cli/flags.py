@@ -105,6 +105,8 @@ def check(verb: str, argv: Sequence[str]) -> str | None:
         )
         return f"{name} is not a flag of lit-pretrain {verb}; {hint}"
     for word in overrides(argv):
+        if word.lstrip("+").startswith("hydra.mode=") and verb not in SWEEPS:
+            return f"{word} makes sweeps of {' and '.join(SWEEPS)}; run {verb} once for each setting."
         if "=" not in word and not word.startswith("~"):
             return f"{word!r}: a setting is written name=value, a choice group=option, a removal ~name."
     return None

@@ -174,6 +174,11 @@ def _value(chain: Sequence[BaseException], text: str, argv: Sequence[str]) -> st
             f"{broken.override}: the value cannot be read; lists are [a,b], mappings {{a: 1}}, and text with "
             f"commas, brackets or '=' needs quotes inside quotes, as in 'name=\"a, b\"'."
         )
+    m = re.search(r"Error merging override (.+)", text)
+    if m:
+        reasons = (line for e in chain for line in str(e).splitlines() if line.strip() and m.group(0) not in line)
+        reason = next(reasons, "a value of that kind is not possible")
+        return f"{m.group(1)} cannot be set: {' '.join(reason.split()).rstrip('.')}."
     m = re.search(r"Ambiguous value for argument '([^']+)'", text)
     if m:
         return f"{m.group(1)}: several values make a sweep, which needs -m; a list is written [a,b]."

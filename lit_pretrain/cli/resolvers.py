@@ -62,9 +62,10 @@ def _product(*numbers: int) -> int:
     return total
 
 
-def _data_parallel_size(strategy: Any, processes: int, nodes: object) -> int:
+def _data_parallel_size(strategy: Any, processes: object, nodes: object) -> int:
     plain = OmegaConf.to_container(strategy, resolve=True) if OmegaConf.is_config(strategy) else strategy
-    return layout.data_parallel_size(plain, processes * derive.whole("trainer.num_nodes", nodes))
+    local = derive.whole("run.num_processes", processes)
+    return layout.data_parallel_size(plain, local * derive.whole("trainer.num_nodes", nodes))
 
 
 def register() -> None:

@@ -74,6 +74,9 @@ WRONG_SETTINGS = {
     "model.vocab_size=big": "model.vocab_size='big' must be a whole number.",
     "+model.layers=3": "model.layers is not a setting of lit_pretrain.specs.GPTConfig; did you mean 'n_layer'?",
     "module.config=null": "module.config=None must be the settings of a model; choose one with model=NAME",
+    "run.num_processes=0": "run.num_processes=0 must be a whole number of at least 1.",
+    "batch.data_parallel_size=0": "batch.data_parallel_size=0 must be a whole number of at least 1.",
+    "data.corpus=null": "data.corpus=None must say where the text is; choose data=default or data=shards",
     "module=null": "module=None must be a group of settings with a _target_; leave module out.",
     # numbers
     "optimizer.lr=nan": "optimizer.lr=nan is not a number; give one, or leave optimizer.lr out.",
@@ -98,6 +101,8 @@ WRONG_SETTINGS = {
     "optimizer.lr=1,2": "optimizer.lr=1,2: several values make a sweep, which needs -m;",
     "run_id=a=b": "run_id=a=b: a value with '=' in it needs quotes inside quotes: 'run_id=\"a=b\"'.",
     "data.corpus.domains=[code,": "data.corpus.domains=[code,: the value cannot be read; lists are [a,b]",
+    "hydra.mode=multi": "hydra.mode=multi cannot be set: Invalid value 'multi', expected one of [RUN, MULTIRUN].",
+    "hydra.run.dir=null": "hydra.run.dir=null cannot be set: ",
     "model=null": "model=null: a group needs an option; name one",
     "batch=3": "batch is a group of settings, not one value; set batch.NAME=...",
     "model.n_head=${nope}": "model.n_head follows from nope, which is not there.",

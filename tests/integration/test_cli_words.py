@@ -22,6 +22,7 @@ WRONG_WORDS = {
     ("generate", "--prompt=hi"): "--prompt is not a flag of lit-pretrain generate; settings have no dashes: prompt=hi",
     ("generate", "-m", "run=x"): "-m makes sweeps of train; run generate once for each setting.",
     ("explain", "--multirun", "seed=1,2"): "--multirun makes sweeps of train; run explain once for each setting.",
+    ("explain", "hydra.mode=MULTIRUN"): "hydra.mode=MULTIRUN makes sweeps of train; run explain once for each setting.",
     ("explain", "demo"): "'demo': a setting is written name=value, a choice group=option, a removal ~name.",
     ("evaluate", "--multirun", "run=a,b"): "--multirun makes sweeps of train; run evaluate once for each setting.",
     ("evaluate", "a", "b"): "'a': a setting is written name=value",
