@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-NAMES = ("data", "model", "startup", "trainer")
+NAMES = ("data", "gpu", "model", "precision", "startup", "trainer")
 
 
 def _output(*command: str) -> str:

@@ -1,8 +1,9 @@
 """Lightning's ``MixedPrecision`` and ``MasterWeightPrecision`` side by side on one GPT: losses, bytes, seconds.
 
-``python -m benchmarks.bench_precision [--device cuda] [--updates N] [--out FILE]``. Bytes are those of all tensors that
-are alive between two updates, per parameter, against the closed form; exits with 1 where a figure is more than 5% off.
-On a CPU 16-bit matrix products may be emulated: step times mean something on a GPU only, and are marked so.
+``python -m benchmarks precision``; ``python -m benchmarks.bench_precision [--device cpu] [--updates N] [--out FILE]``
+does the same and exits with 1 where a figure is more than 5% off. Bytes are those of all tensors that are alive
+between two updates, per parameter, against the closed form. On a GPU where there is one. On a CPU 16-bit matrix
+products may be emulated: step times mean something on a GPU only (``python -m benchmarks gpu`` has their spread).
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ def measure(name: str, *, device: str, updates: int) -> dict[str, Any]:
     later = sorted(meter.seconds[min(5, updates // 2) :])
     out = {
         "mode": name,
+        "device": device,
         "bytes_per_parameter": round(meter.bytes / numel, 3),
         "closed_form": bytes_wanted,
         "first_loss": meter.losses[0],
@@ -109,8 +111,9 @@ def measure(name: str, *, device: str, updates: int) -> dict[str, Any]:
     return out
 
 
-def run(device: str = "cpu", updates: int = 40) -> list[dict[str, Any]]:
-    """A row per mode."""
+def run(device: str | None = None, updates: int = 20) -> list[dict[str, Any]]:
+    """A row per mode; on a GPU where there is one, unless told otherwise."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     # Lightning turns 16-mixed into bf16-mixed on a CPU.
     names = [n for n in MODES if device == "cuda" or n != "Lightning 16-mixed"]
     return [measure(name, device=device, updates=updates) for name in names]
@@ -125,22 +128,22 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{row['mode']:<22}{row['bytes_per_parameter']:>11.2f}{row['closed_form']:>8}{row['last_loss']:>11.4f}"
             f"{apart:>10.1e}{1e3 * row['seconds']:>9.1f}{'' if row['ok'] else '  FAILED'}"
         )
+    if rows[0]["device"] == "cpu":
+        lines.append("Step times on a CPU say nothing about 16 bits: it may emulate them.")
     return "\n".join(lines)
 
 
 def main() -> int:
     """Measure and say whether the bytes are those of the closed form."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_precision", description=__doc__)
-    parser.add_argument("--device", choices=sorted(SHAPES), default="cpu")
-    parser.add_argument("--updates", type=int, default=40)
+    parser.add_argument("--device", choices=sorted(SHAPES), help="a GPU where there is one")
+    parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path("outputs/precision.json"))
     arguments = parser.parse_args()
     rows = run(arguments.device, arguments.updates)
     print(table(rows))
-    if arguments.device == "cpu":
-        print("Step times on a CPU say nothing about 16 bits: it may emulate them.")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    report = {**circumstances(), "device": arguments.device, "rows": rows}
+    report = {**circumstances(), "rows": rows}
     arguments.out.write_text(json.dumps(report, indent=2) + "\n")
     return 0 if all(row["ok"] for row in rows) else 1
 
