@@ -114,6 +114,11 @@ def accumulation(global_batch_size: object, micro_batch_size: object, data_paral
     return batch // per_pass
 
 
+def tokens_per_update(global_batch_size: object, sequence_length: object) -> int:
+    """Tokens of one update over all ranks."""
+    return whole("batch.global_batch_size", global_batch_size) * whole("batch.sequence_length", sequence_length)
+
+
 def max_steps(steps: object, tokens: object, epochs: object, tokens_per_update: int) -> int:
     """Updates to train for, from whichever length the user gave; -1 when it is given in epochs.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from lit_pretrain.cli import derive, launch, saved, texts
+from lit_pretrain.cli import derive, launch, saved
 from lit_pretrain.cli.resolvers import resolve
 from lit_pretrain.cli.table import columns
 from lit_pretrain.corpus import EOS_TOKEN, ShardFolders, TokenizerFile, Windows, open_tokens
@@ -51,7 +51,8 @@ def _evaluate(plain: Mapping[str, Any]) -> dict[str, Any]:
     resolved = saved.read_resolved(run_dir)
     checkpoint = saved.find_checkpoint(run_dir, str(plain["checkpoint"]))
     data = resolved.get("data") or {}
-    batch_size = derive.whole("batch_size", plain["batch_size"] or data.get("micro_batch_size") or 8)
+    given = plain["batch_size"]
+    batch_size = derive.whole("batch_size", (data.get("micro_batch_size") or 8) if given is None else given)
     precision = precision_word(plain["as_precision"] or (resolved.get("trainer") or {}).get("precision", "32-true"))
     of: _HeldOut | _Shards | _Text
     if plain["text"] is not None:
@@ -164,6 +165,8 @@ class _Text:
     def __init__(
         self, text: object, tokenizer: TokenizerFile, *, text_key: object, stride: int | None, max_tokens: int | None
     ) -> None:
+        from lit_pretrain.cli import texts  # loads pyarrow, which other sources are spared
+
         paths = [text] if isinstance(text, str) else text
         if not isinstance(paths, list) or not paths or not all(isinstance(path, str) for path in paths):
             raise ConfigError(f"text={text!r} must be a file, or several as [a,b].")

@@ -19,7 +19,6 @@ WITH_VALUE = (
     "-cn",
     "--config-dir",
     "-cd",
-    "--experimental-rerun",
 )
 WITH_OPTIONAL_VALUE = ("--info", "-i")
 INFORMATION = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
@@ -29,7 +28,7 @@ SWEEPS = ("train",)
 POSITIONAL = {"generate": "run", "evaluate": "run", "inspect": "run"}
 """Verb to the setting that one bare word stands for."""
 FLAGS = (*SWITCHES, *SWITCHES_OF_COMPLETION, *WITH_VALUE, *WITH_OPTIONAL_VALUE)
-"""The flags of Hydra 1.3."""
+"""The flags of Hydra 1.3, but for --experimental-rerun."""
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -89,6 +88,8 @@ def check(verb: str, argv: Sequence[str]) -> str | None:
         if not word.startswith("-"):
             continue
         name = word.partition("=")[0]
+        if name == "--experimental-rerun":
+            return f"{name} reads a pickle, which may run any program; go on with a run by run_id=NAME resume=auto."
         if name in CHOICES:
             value = value_of(argv, name)
             if value not in CHOICES[name]:
@@ -108,5 +109,7 @@ def check(verb: str, argv: Sequence[str]) -> str | None:
         if word.lstrip("+").startswith("hydra.mode=") and verb not in SWEEPS:
             return f"{word} makes sweeps of {' and '.join(SWEEPS)}; run {verb} once for each setting."
         if "=" not in word and not word.startswith("~"):
+            if any(other.count("{") > other.count("}") or other.count("[") > other.count("]") for other in argv):
+                return f"{word!r} is part of a value with spaces, which needs quotes, as in 'NAME={{a: b}}'."
             return f"{word!r}: a setting is written name=value, a choice group=option, a removal ~name."
     return None

@@ -44,8 +44,10 @@ def job(config: DictConfig) -> None:
     try:
         plain = resolve(config)
         saved.one_of("format", plain["format"], FORMATS)
+        if not isinstance(plain["verify"], bool):
+            raise ConfigError(f"verify={plain['verify']} must be true or false.")
         run_dir = Path(str(plain["run"])).expanduser()
-        sys.stdout.write(describe(run_dir, verify=bool(plain["verify"]), as_json=plain["format"] == "json"))
+        sys.stdout.write(describe(run_dir, verify=plain["verify"], as_json=plain["format"] == "json"))
     except Exception as e:
         raise launch.Failed from e
 

@@ -54,6 +54,10 @@ def settings_of(plain: Mapping[str, Any]) -> PrepareSettings:
     inputs = given.split(",") if isinstance(given, str) else given
     if not isinstance(inputs, list) or not all(isinstance(path, str) and path.strip() for path in inputs):
         raise ConfigError(f"input={given!r} must be a path, or several with commas between.")
+    if plain["output"] is None or plain["tokenizer"] is None:
+        key = "output" if plain["output"] is None else "tokenizer"
+        use = "a folder for the shards" if key == "output" else "train, or a tokenizer to use"
+        raise ConfigError(f"{key}=null must be {use}.")
     if "://" in str(plain["output"]):
         raise ConfigError(f"output={plain['output']} must be a folder on this machine; copy the shards from there.")
     others = {key: value for key, value in plain.items() if key not in (*READING, "input", "output", "format")}

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from hydra.experimental.callback import Callback
 
-from lit_pretrain.cli import ranks
+from lit_pretrain.cli import hints, ranks
 from lit_pretrain.cli.claim import InUseError, claimed
 from lit_pretrain.cli.launch import Failed
 from lit_pretrain.errors import ConfigError, RankError
@@ -47,8 +47,12 @@ def clear(run_dir: Path) -> None:
 
 def write(run_dir: Path, overrides: list[str], error: BaseException) -> None:
     """Leave a job's failure in its folder, complete or not at all."""
-    known = isinstance(error, (ConfigError, RankError))
-    text = str(error) if known else "".join(traceback.format_exception(error))
+    if isinstance(error, (ConfigError, RankError)):
+        text = str(error)
+    elif hints.knows(error):
+        text = hints.explain(error, "train", overrides)
+    else:
+        text = "".join(traceback.format_exception(error))
     run_dir.mkdir(parents=True, exist_ok=True)
     draft = run_dir / f".{FILE}.tmp"
     try:

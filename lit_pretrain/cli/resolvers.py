@@ -82,6 +82,7 @@ def register() -> None:
         "num_devices": _num_devices,
         "product": _product,
         "single_device": _single_device,
+        "tokens_per_update": derive.tokens_per_update,
     }
     for name, function in plain.items():
         OmegaConf.register_new_resolver(name, function, replace=True)

@@ -115,7 +115,7 @@ def test_a_users_folder_extends_ours(capfd: pytest.CaptureFixture[str], workplac
     [
         ("lit-pretrain ", " ".join(VERBS)),
         ("lit-pretrain expl", "explain"),
-        ("lit-pretrain evaluate tex", "text="),
+        ("lit-pretrain evaluate text_", "text_key="),
         ("lit-pretrain inspect ver", "verify="),
         ("lit-pretrain explain schedule=warm", "schedule=warmup_cosine"),
         ("lit-pretrain explain explain.dev", "explain.device="),

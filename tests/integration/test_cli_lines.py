@@ -74,6 +74,7 @@ WRONG_SETTINGS = {
     "model.vocab_size=big": "model.vocab_size='big' must be a whole number.",
     "+model.layers=3": "model.layers is not a setting of lit_pretrain.specs.GPTConfig; did you mean 'n_layer'?",
     "module.config=null": "module.config=None must be the settings of a model; choose one with model=NAME",
+    "model.block_size=null": "batch.sequence_length=None must be a whole number of at least 1.",
     "run.num_processes=0": "run.num_processes=0 must be a whole number of at least 1.",
     "batch.data_parallel_size=0": "batch.data_parallel_size=0 must be a whole number of at least 1.",
     "data.corpus=null": "data.corpus=None must say where the text is; choose data=default or data=shards",
@@ -239,6 +240,17 @@ def test_every_failed_job_of_a_sweep_is_printed(capfd: pytest.CaptureFixture[str
     assert "2 of 2 jobs failed: 0, 1" in err
     assert "Traceback" not in err
     assert sorted(p.name for p in (workplace / "outputs" / "s").iterdir() if p.is_dir()) == ["0", "1"]
+
+
+def test_a_sweep_without_what_must_be_given(capfd: pytest.CaptureFixture[str], workplace: Path) -> None:
+    for words, sentence in (
+        (["data=shards", "length.steps=4,5"], "data.corpus.sources must be given: 'data.corpus.sources={web: FOLDER}'"),
+        (["length.steps=null", "seed=1,2"], "no length of training is given; set one of length.steps"),
+    ):
+        code, _, err = run_here(capfd, *TRAIN, "-m", "run_id=s", *words)
+        assert code == 1
+        assert err.count(sentence) == 2
+        assert "Traceback" not in err
 
 
 def test_optuna_stops_at_a_failed_trial(capfd: pytest.CaptureFixture[str], workplace: Path) -> None:

@@ -16,6 +16,12 @@ WRONG_WORDS = {
     ("train", "--lr=1"): "--lr is not a flag of lit-pretrain train; settings have no dashes: lr=1",
     ("train", "--multi-run"): "--multi-run is not a flag of lit-pretrain train; did you mean '--multirun'?",
     ("train", "fast"): "'fast': a setting is written name=value, a choice group=option, a removal ~name.",
+    ("train", "--experimental-rerun", "x.pickle"): "--experimental-rerun reads a pickle, which may run any program;",
+    (
+        "train",
+        "data.weights={a:",
+        "1}",
+    ): "'1}' is part of a value with spaces, which needs quotes, as in 'NAME={a: b}'.",
     ("train", "--cfg", "jobs"): "--cfg jobs is unknown; use --cfg job, hydra, all.",
     ("train", "--cfg"): "--cfg is unknown; use --cfg job, hydra, all.",
     ("train", "--config-dir"): "--config-dir needs a value.",

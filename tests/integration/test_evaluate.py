@@ -264,6 +264,7 @@ def test_a_broken_model_is_still_strict_json(
         (["shards=nowhere"], "nowhere"),
         (["shards=5"], "shards=5 must be a shard folder, or several as {name: folder}."),
         (["max_tokens=none"], "max_tokens='none' must be a whole number of at least 1."),
+        (["batch_size=0"], "batch_size=0 must be a whole number of at least 1."),
         (["batch_size=-1"], "batch_size=-1 must be a whole number of at least 1."),
         (["as_precision=half"], "as_precision=half is unknown; use one of 64, 64-true"),
         (["format=xml"], "format=xml is unknown; use table or json."),

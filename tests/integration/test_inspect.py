@@ -366,6 +366,7 @@ def test_a_folder_of_runs_lists_its_sweeps(
         ([], "run must be given: run=..."),
         (["nowhere"], "run=nowhere does not exist; name the folder of a run"),
         (["."], "run=. is not a run folder (no resolved.yaml); name the folder that a training run printed."),
+        (["run=.", "verify=maybe"], "verify=maybe must be true or false."),
         (["run=.", "format=xml"], "format=xml is unknown; use text or json."),
         (["run=.", "verfy=true"], "verfy is not a setting of inspect; did you mean 'verify'?"),
     ],

@@ -123,3 +123,9 @@ def test_too_little_held_out_is_said(tmp_path: Path, documents: int, tokens: int
     found = [line for line in lines if "SMALL" in line]
     assert len(found) == bool(said)
     assert all(line.startswith(said) and "validation_fraction=0.1" in line for line in found)
+
+
+@pytest.mark.parametrize("name", ["output", "tokenizer"])
+def test_null_is_no_place(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}=null must be "):
+        composed("input=a", *(["output=out"] if name != "output" else []), f"{name}=null")
