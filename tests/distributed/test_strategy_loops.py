@@ -115,21 +115,28 @@ def test_the_precision_flag_is_heard(ranks):
             assert name == flag
 
 
-def step_hooks_under_inference_mode():
-    """Two updates, with the strategy's validation hook called under inference mode between them, or not."""
+def step_hooks_under_inference_mode(settings):
+    """Updates, with the strategy's validation hook called under inference mode before and between them, or not."""
 
-    class Between(pl.Callback):
-        def on_train_batch_end(self, trainer, pl_module, *_):
-            if self.between:
+    class Around(pl.Callback):
+        def validate(self, trainer):
+            if self.calls:
                 with torch.inference_mode():
                     trainer.strategy.validation_step(BATCHES[2], 0)
 
+        # Before the first step, where FSDP makes the tensors into which it gathers from then on.
+        def on_train_start(self, trainer, pl_module):
+            self.validate(trainer)
+
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            self.validate(trainer)
+
     out = []
-    for between in (False, True):
-        callback = Between()
-        callback.between = between
+    for calls in (False, True):
+        callback = Around()
+        callback.calls = calls
         module = Wide(config("llama", tied=True), optimizer=adamw, seed=5)
-        run = trainer(ZeROStrategy(3), devices=2, callbacks=[callback])
+        run = trainer(HybridParallelStrategy(**settings), devices=2, callbacks=[callback])
         run.fit(module, torch.utils.data.DataLoader(BATCHES, batch_size=None))
         loops = (run.fit_loop.epoch_loop.val_loop, run.validate_loop, run.test_loop, run.predict_loop)
         assert not any(loop.inference_mode for loop in loops)
@@ -137,8 +144,11 @@ def step_hooks_under_inference_mode():
     return out
 
 
-def test_validation_under_inference_mode_leaves_training_alone(ranks):
-    for without, with_it in ranks(2, step_hooks_under_inference_mode):
+@pytest.mark.parametrize(
+    "settings", [{"stage": 3}, {"pipeline_parallel_size": 2, "num_microbatches": 4}], ids=["zero3", "pp"]
+)
+def test_validation_under_inference_mode_leaves_training_alone(ranks, settings):
+    for without, with_it in ranks(2, step_hooks_under_inference_mode, settings):
         assert all(torch.equal(with_it[name], value) for name, value in without.items())
 
 
