@@ -172,11 +172,22 @@ class MasterWeightPrecision(Precision):
                 )
         kept = run_in_full_precision(module, self.keep_fp32, device_type=self._device.type)
         if module is not self._module or self._copies is None:
-            statistics = (m.parameters() for m in module.modules() if _compat.has_running_statistics(m))
-            kept = kept.union(*statistics)
+            statistics = {name: m for name, m in module.named_modules() if _compat.has_running_statistics(m)}
+            if shares:
+                self._check_kept(statistics, kept)
+            kept = kept.union(*(m.parameters() for m in statistics.values()))
             self._copies = None if shares else WorkingCopies(module, self.dtype, kept=kept)
         self._module = module
         return module
+
+    def _check_kept(self, norms: dict[str, nn.Module], kept: frozenset[nn.Parameter]) -> None:
+        """Sharding gathers by name: what has to stay in float32 has to be named."""
+        for name, norm in norms.items():
+            if not kept.issuperset(norm.parameters()):
+                raise ConfigError(
+                    f"{name} is a {type(norm).__name__}, which has to stay in float32 beside its running statistics; "
+                    f"name it in precision.keep_fp32 ([{name}])."
+                )
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]

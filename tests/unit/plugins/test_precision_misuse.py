@@ -6,6 +6,7 @@ import copy
 import functools
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -154,6 +155,17 @@ def test_norms_with_running_statistics_stay_in_float32(kind: Any) -> None:
     assert module.seen == torch.float32
     # Of inputs about 1, rounded twice on the way.
     torch.testing.assert_close(module.net[1].running_mean, plain.net[1].running_mean, rtol=0, atol=2**-5)
+
+
+def test_norms_with_running_statistics_have_to_be_named_where_a_strategy_gathers_weights() -> None:
+    """Its policies go by name, and torch's error would not say which part it is."""
+    module: Any = Net(batches=batches(1))
+    module.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
+    strategy = SimpleNamespace(casts_weights=True, root_device=torch.device("cpu"))
+    module._trainer = SimpleNamespace(strategy=strategy)
+    with pytest.raises(ConfigError, match=r"net\.1 is a BatchNorm1d, .* precision\.keep_fp32 \(\[net\.1\]\)"):
+        MasterWeightPrecision("bf16").convert_module(module)
+    MasterWeightPrecision("bf16", keep_fp32=["net.1"]).convert_module(module)
 
 
 @pytest.mark.parametrize("kind", KINDS)
