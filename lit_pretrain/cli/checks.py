@@ -134,6 +134,12 @@ def _nodes(config: Mapping[str, Any]) -> None:
             f"data.corpus={data.get('corpus')!r} must say where the text is; choose data=default or data=shards, and "
             f"leave data.corpus out."
         )
+    target = str((config.get("optimizer") or {}).get("_target_", ""))
+    if module["_target_"] == MODULE and target.startswith("torch.optim."):
+        raise ConfigError(
+            f"optimizer._target_={target} takes parameters, and the module calls it with the model; name a function of "
+            f"the model, such as lit_pretrain.optim.adamw."
+        )
     if module["_target_"] == MODULE and not isinstance(module.get("config"), Mapping):
         raise ConfigError(
             f"module.config={module.get('config')!r} must be the settings of a model; choose one with model=NAME, and "

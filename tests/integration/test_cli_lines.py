@@ -78,6 +78,7 @@ WRONG_SETTINGS = {
     "run.num_processes=0": "run.num_processes=0 must be a whole number of at least 1.",
     "batch.data_parallel_size=0": "batch.data_parallel_size=0 must be a whole number of at least 1.",
     "data.corpus=null": "data.corpus=None must say where the text is; choose data=default or data=shards",
+    "optimizer._target_=torch.optim.Adam": "optimizer._target_=torch.optim.Adam takes parameters, and the module",
     "module=null": "module=None must be a group of settings with a _target_; leave module out.",
     # numbers
     "optimizer.lr=nan": "optimizer.lr=nan is not a number; give one, or leave optimizer.lr out.",
