@@ -95,7 +95,7 @@ def test_optuna_minimises_the_validation_loss(work: Path) -> None:
 def test_optuna_goes_on_after_a_failed_trial_where_it_is_told_to(work: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     words = ("hydra/sweeper=optuna", "hydra/sweeper/sampler=grid", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1")
-    words = (*words, "hydra.sweeper.max_failure_rate=0.5", "optimizer.lr=choice(-1,0.01)", "debug=fast")
+    words = (*words, "hydra.sweeper.max_failure_rate=1.0", "optimizer.lr=choice(-1,0.01)", "debug=fast")
     code, out = finish(work, "-m", "run_id=s", *words)
     assert code == 1, out
     folder = work / "outputs" / "s"
