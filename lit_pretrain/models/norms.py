@@ -35,7 +35,7 @@ class RMSNorm(nn.Module):
             y = F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps)
             narrow: Tensor = y.to(x.dtype)
             return narrow
-        if is_eager_cpu(x) and type(self.weight) is nn.Parameter:
+        if is_eager_cpu(x) and type(self.weight) in (nn.Parameter, Tensor):
             out: Tensor = _CPURMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
             return out
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
