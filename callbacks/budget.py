@@ -150,7 +150,7 @@ class ChinchillaBudget(Callback):
         both = ", ".join(f"{units.count(n)} {key.replace('_', '-')}" for key, n in self._parameters.items())
         to = "a limit of time" if name is None else f"{units.count(tokens[name])} tokens (budget.{name})"
         rank_zero_info(f"Budget: parameters {both}; the run ends at {to}.")
-        if self._counters.tokens_read > 0:  # restored: the same on every rank
+        if trainer.global_step > 0:  # counts are restored: the same on every rank
             self.reason = self._reached(time_is_up=self._time_is_up(trainer), trainer=trainer)
             if self.reason is not None:
                 self._end_of_run.stop(trainer)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -24,7 +25,9 @@ class RunCounters(Callback):
     - ``seconds``, ``device_seconds`` and ``flops``: work done. They never go back either; only what a process did
       after its last checkpoint is lost with it.
 
-    All of them stand at an update boundary: a window that is not finished has not been counted.
+    All of them stand at an update boundary: a window that is not finished has not been counted. In a run that goes on
+    from a checkpoint without counts, earlier updates are taken to have used as many tokens as those to come, aloud;
+    their time is not known.
 
     Args:
         tokens_per_batch: Tokens of one rank's batch, or a function of the batch; None asks the data module's
@@ -50,6 +53,7 @@ class RunCounters(Callback):
         self._applied = False
         self._since = 0.0
         self._flops_per_token = 0.0
+        self._is_restored = False
         self._hooks: list[RemovableHandle] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -57,12 +61,15 @@ class RunCounters(Callback):
         if stage == "fit":
             self.tokens = self.tokens_read = self.seconds = self.device_seconds = self.flops = 0.0
             self.updates = 0
+            self._is_restored = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         self._window, self._applied, self._since = 0.0, False, self._clock()
         flops: Any = getattr(pl_module, "flops_per_token", None)
         self._flops_per_token = float(flops() if callable(flops) else flops or 0.0)
+        if trainer.global_step > 0 and not self._is_restored:
+            self._assume(trainer)
         self._hooks = [o.register_step_post_hook(self._note) for o in trainer.optimizers if isinstance(o, Optimizer)]
 
     def on_train_batch_end(
@@ -121,6 +128,19 @@ class RunCounters(Callback):
         """Go on counting."""
         for name, value in state_dict.items():
             setattr(self, name, value)
+        self._is_restored = True
+
+    def _assume(self, trainer: Trainer) -> None:
+        """Count the updates of before, which nobody has counted."""
+        rank_zero_warn(
+            f"The checkpoint holds no state of RunCounters: its {trainer.global_step} updates are counted as if each "
+            "had used the tokens of one to come, and their time is left out."
+        )
+        self.updates = trainer.global_step
+        if not callable(self.tokens_per_batch):
+            per_batch = tokens_in(None, trainer, self.tokens_per_batch) or 0.0
+            self.tokens = self.tokens_read = per_batch * trainer.accumulate_grad_batches * self.updates
+        self.flops = self.tokens_read * self._flops_per_token
 
     def _note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._applied = self._applied or not _compat.step_was_skipped(optimizer)

@@ -198,6 +198,18 @@ def test_a_run_that_is_over_is_not_trained_on(tmp_path: Path, settings: dict[str
     assert torch.equal(resumed.line.weight, module.line.weight)
 
 
+def test_a_budget_that_comes_late_counts_from_the_start(tmp_path: Path) -> None:
+    """Ten updates that nobody counted, and fourteen more."""
+    first, _ = fit(tmp_path, max_steps=10)
+    first.save_checkpoint(tmp_path / "ten.ckpt")
+    budget = ChinchillaBudget(tokens_per_batch=TOKENS)
+    with pytest.warns(UserWarning, match="holds no state of RunCounters: its 10 updates"):
+        again, _ = fit(tmp_path, budget, ckpt_path=tmp_path / "ten.ckpt")
+    assert again.global_step == 24
+    assert budget.summary["tokens"] == budget.summary["tokens_read"] == 240
+    assert budget.summary["flops"] == 240 * 5.0
+
+
 def test_a_budget_ends_before_the_trainer_s_minimum(tmp_path: Path) -> None:
     """And the trainer keeps its minimum for the next run."""
     trainer, _ = fit(tmp_path, ChinchillaBudget(tokens_per_batch=TOKENS), min_steps=30)
