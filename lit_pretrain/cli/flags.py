@@ -108,6 +108,8 @@ def check(verb: str, argv: Sequence[str]) -> str | None:
     for word in overrides(argv):
         if word.lstrip("+").startswith("hydra.mode=") and verb not in SWEEPS:
             return f"{word} makes sweeps of {' and '.join(SWEEPS)}; run {verb} once for each setting."
+        if word.lstrip("+").startswith("run.dir="):
+            return f"{word}: a run's folder follows from output_root and run_id; say output_root=FOLDER run_id=NAME."
         if "=" not in word and not word.startswith("~"):
             if any(other.count("{") > other.count("}") or other.count("[") > other.count("]") for other in argv):
                 return f"{word!r} is part of a value with spaces, which needs quotes, as in 'NAME={{a: b}}'."

@@ -25,6 +25,7 @@ WRONG_WORDS = {
     ("train", "--cfg", "jobs"): "--cfg jobs is unknown; use --cfg job, hydra, all.",
     ("train", "--cfg"): "--cfg is unknown; use --cfg job, hydra, all.",
     ("train", "--config-dir"): "--config-dir needs a value.",
+    ("train", "run.dir=a"): "run.dir=a: a run's folder follows from output_root and run_id; say output_root=FOLDER",
     ("generate", "--prompt=hi"): "--prompt is not a flag of lit-pretrain generate; settings have no dashes: prompt=hi",
     ("generate", "-m", "run=x"): "-m makes sweeps of train; run generate once for each setting.",
     ("explain", "--multirun", "seed=1,2"): "--multirun makes sweeps of train; run explain once for each setting.",
