@@ -68,8 +68,14 @@ def test_manual_clipping_is_in_true_units(kind: Any, algorithm: str) -> None:
 
 def test_an_overflow_that_manual_clipping_hides_is_found() -> None:
     """Clipped by value, an inf is a number like any other."""
+
+    class Overflowing(Manual):
+        def on_after_backward(self) -> None:
+            optimizer: Any = self.optimizers()  # within the step the module shows the copies
+            optimizer.param_groups[0]["params"][0].grad[0, 0] = float("inf")
+
     plugin = MasterWeightPrecision("fp16")
-    module = Manual(batches=batches(1, overflow=[0]), algorithm="value")
+    module = Overflowing(batches=batches(1), algorithm="value")
     before = [p.detach().clone() for p in module.parameters()]
     trainer(plugins=plugin).fit(module)
     assert plugin.skipped_updates == 1
