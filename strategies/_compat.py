@@ -36,6 +36,7 @@ class CheckedScriptLauncher(_SubprocessScriptLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Check, then start the other processes and run ``function`` in all."""
+        attach_module(trainer)
         self._check()
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
@@ -52,6 +53,7 @@ class CheckedForkLauncher(_MultiProcessingLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Check, then run ``function`` in new processes."""
+        attach_module(trainer)
         self._check()
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
@@ -61,6 +63,13 @@ class CheckedForkLauncher(_MultiProcessingLauncher):
         saver = trainer.checkpoint_callback
         best = getattr(saver, "best_model_path", None)
         return _WorkerOutput(best, None, trainer.state, results, self.get_extra_results(trainer))
+
+
+def attach_module(trainer: pl.Trainer | None) -> None:
+    """Let the module find its trainer while it is checked before the launch; Lightning attaches it after that."""
+    module = trainer.strategy.lightning_module if trainer is not None else None
+    if trainer is not None and module is not None and module._trainer is None:
+        module.trainer = trainer
 
 
 def init_process_group(environment: ClusterEnvironment, *, device: torch.device, timeout: timedelta) -> None:

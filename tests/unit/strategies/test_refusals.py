@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import nn
 
 from lit_pretrain.errors import ConfigError
@@ -17,6 +18,7 @@ from lit_pretrain.specs import GPTConfig, GradientNorm, LossRanks, ParallelDims
 from lit_pretrain.strategies import (
     ContextParallelStrategy,
     HybridParallelStrategy,
+    PipelineParallelStrategy,
     TensorParallelStrategy,
     ZeROStrategy,
 )
@@ -94,6 +96,12 @@ def test_sizes_that_do_not_fit_the_ranks(strategy, devices, message):
             TensorParallelStrategy(),
             "strategy.tensor_parallel_size=2 must divide model.n_kv_head=3",
         ),
+        (
+            gpt(),
+            2,
+            PipelineParallelStrategy(schedule="zbv", num_microbatches=4),
+            "4 pipeline stages need at least 4 layers, but the model has 2; use at most 2 stages",
+        ),
         (gpt(dropout=0.1), 2, ContextParallelStrategy(), "model.dropout=0.1 needs whole rows of attention weights"),
     ],
 )
@@ -101,6 +109,18 @@ def test_a_model_that_does_not_fit(module, devices, strategy, message):
     with pytest.raises(ConfigError) as e:
         trainer(strategy, devices).fit(module, loader())
     assert str(e.value).startswith(message)
+
+
+@pytest.mark.parametrize("strategy", [PipelineParallelStrategy(), ContextParallelStrategy()], ids=["pp", "cp"])
+def test_a_module_that_fits_is_let_through_before_it_has_its_trainer(strategy, monkeypatch):
+    """Lightning attaches the trainer after the launch, and the checks before it look at callbacks and data."""
+
+    def launch(*_args, **_kwargs):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(_SubprocessScriptLauncher, "launch", launch)
+    with pytest.raises(AssertionError, match="a process was started"):
+        trainer(strategy, 2).fit(gpt(n_head=4), loader())
 
 
 class Plain(pl.LightningModule):
