@@ -58,6 +58,14 @@ def settle(trainer: Trainer) -> None:
             before_save(trainer)
 
 
+def in_doubt(trainer: Trainer) -> bool:
+    """Whether a callback with an ``in_doubt`` would rather have the next update judged before this state is kept.
+
+    The same on every rank, after ``settle``.
+    """
+    return any(bool(getattr(callback, "in_doubt", False)) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+
+
 def move_to_place(trainer: Trainer, callback: Callback) -> None:
     """Let ``callback`` run right behind those that say they come before it, wherever the user listed it.
 

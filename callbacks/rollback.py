@@ -135,14 +135,18 @@ class LossSpikeRollback(Callback):
         """Memory that snapshots take on this rank, in bytes."""
         return 0 if self._moments is None else self._moments.size
 
+    @property
+    def in_doubt(self) -> bool:
+        """Whether the last update may be the beginning of a spike."""
+        return self.mode == "rollback" and self._watch.detector.is_suspicious
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a second owner of the same decision; take the right place among the callbacks."""
         if stage != "fit":
             return
         self._begin_anew()
         check_owners(trainer, self, mode=self.mode)
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        self._clipping = next((c for c in callbacks if isinstance(c, GradientClipping)), None)
+        self._clipping = next((c for c in trainer.callbacks if isinstance(c, GradientClipping)), None)  # type: ignore[attr-defined]
         move_to_place(trainer, self)
         self._curves = _spike_report.continuation(trainer)
         self._watch.detector.reset()
@@ -215,8 +219,8 @@ class LossSpikeRollback(Callback):
         if self._drop is not None:
             self._drop.open_window(trainer)
         if self._moments is not None:
-            detector = self._watch.detector.state_dict()
-            self._moments.take_if_due(trainer, updates=self._updates, course=self._course, detector=detector)
+            seen = self._watch.detector.state_dict()
+            self._moments.take_if_due(trainer, updates=self._updates, course=self._course, detector=seen)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """The loss of the last microbatch is nowhere else yet when an update has to be dropped."""
@@ -338,8 +342,7 @@ class LossSpikeRollback(Callback):
         self._stop_if(trainer, decision)
 
     def _announce(self, trainer: Trainer, seen: Seen, details: dict[str, Any], *, action: str) -> None:
-        text = _spike_report.as_text(details, reason=seen.verdict.reason, action=action)
-        self._to_log.append((seen, text))
+        self._to_log.append((seen, _spike_report.as_text(details, reason=seen.verdict.reason, action=action)))
         rank_zero_warn(f"Spike: {seen.verdict.reason} {action[:1].upper()}{action[1:]}.")
         if trainer.is_global_zero:
             self._alarm(_spike_report.facts(seen, action=action, details=details))

@@ -19,7 +19,7 @@ from lit_pretrain.callbacks import _compat, _compat_loops, _keeping, _saving
 from lit_pretrain.callbacks._agreement import Agreement
 from lit_pretrain.callbacks._record import write_facts
 from lit_pretrain.callbacks.exact_resume import ExactResume
-from lit_pretrain.callbacks.order import settle
+from lit_pretrain.callbacks.order import in_doubt, settle
 from lit_pretrain.errors import ConfigError, Preempted
 
 FOLDER = "checkpoints"
@@ -34,6 +34,9 @@ class RunCheckpoint(Checkpoint):
     ``ExactResume`` among the callbacks it goes on exactly. In place of ``ModelCheckpoint``: ``best_model_path`` and
     ``last_model_path`` are there, and ``ckpt_path="best"`` works; ``"last"`` does not, as Lightning asks only its own
     callback for it: pass the folder that ``lit_pretrain.distributed.checkpoint.newest(dirpath)`` finds.
+
+    A save by interval waits while ``LossSpikeRollback`` suspects the last update: an update or two, as many as its rule
+    takes to be sure.
 
     A save that fails ends the run on every rank: at once, or at the next boundary when it ran in the background.
 
@@ -98,6 +101,7 @@ class RunCheckpoint(Checkpoint):
 
     def _reset(self) -> None:
         self._due = False  # at the end of this update
+        self._due_at = 0  # the update at which that was found
         self._better = False
         self._reason = "manual"  # of a save that somebody else asks for
         self._in_window = False
@@ -210,9 +214,9 @@ class RunCheckpoint(Checkpoint):
             _saving.wait(trainer)  # raises what rank 0 knows
         if self._agreed(trainer, _MINUTES):
             # The answer is one update old: right after a save it still says that it is time. Ask rank 0 again.
-            self._due = bool(trainer.strategy.broadcast(self._time_is_up())) or self._due
+            self._find_due(step, bool(trainer.strategy.broadcast(self._time_is_up())))
         if self.every_n_steps is not None and step % self.every_n_steps == 0 and step != self._saved_at:
-            self._due = True
+            self._find_due(step, True)
         if self._due and not _compat_loops.validation_is_due(trainer) and not _compat_loops.epoch_is_over(trainer):
             self._save_if_due(trainer, "interval")
 
@@ -223,7 +227,7 @@ class RunCheckpoint(Checkpoint):
         reason = "interval" if self._due else "best"
         if self.monitor is not None and self._improved(trainer):
             self._better = True
-            self._due = self._due or self.save_best
+            self._find_due(trainer.global_step, self.save_best)
         if self._due and not _compat_loops.epoch_is_over(trainer):
             self._save_if_due(trainer, reason)
 
@@ -281,8 +285,19 @@ class RunCheckpoint(Checkpoint):
 
     # ---------------------------------------------------------------- the work
 
+    def _find_due(self, step: int, is_due: bool, /) -> None:
+        if is_due and not self._due:
+            self._due, self._due_at = True, step
+
     def _save_if_due(self, trainer: Trainer, reason: str) -> None:
-        if not _compat.is_debugging(trainer):
+        if not self._in_window and not _compat.is_debugging(trainer):
+            settle(trainer)
+        if trainer.global_step < self._due_at:
+            # That update was taken back. A resumed run knows so and will not make it: it must not save here either.
+            self._due = False
+        elif reason == "interval" and in_doubt(trainer):
+            return  # due at the next boundary: a spike that has just begun may be taken back by then
+        elif not _compat.is_debugging(trainer):
             self.save(trainer, reason=reason)
         self._due = False
 

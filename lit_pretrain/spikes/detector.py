@@ -74,6 +74,11 @@ class SpikeDetector:
         reason = f"{out.reason}; {self._streak} in a row, a spike from {self.rule.patience} on"
         return self._verdict("suspect", step, out.value, out, reason)
 
+    @property
+    def is_suspicious(self) -> bool:
+        """Whether the last update was out of the ordinary, and more of its kind would make a spike."""
+        return self._streak > 0
+
     def _findings(self, loss: float, grad_norm: float | None) -> list[Finding]:
         """What the rule says, the loss first; empty while it learns."""
         if len(self._losses) < self.rule.min_steps:

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lit_pretrain.callbacks import ChinchillaBudget, TensorBoardContinuation
-from lit_pretrain.spikes import RollbackPolicy
+from lit_pretrain.spikes import MeanRule, RollbackPolicy
 from tests.support import resumable, spiking
 from tests.support.spiking import differing
 
@@ -130,6 +130,22 @@ def test_the_same_batch_again_and_again(root: str, tmp_path: Path) -> None:
     assert saved["global_step"] == got["step"]
     assert all(bool(value.isfinite().all()) for value in saved["state_dict"].values())
     assert float(max(value.abs().max() for value in saved["state_dict"].values())) < 3.0
+
+
+def test_a_save_waits_until_a_suspicion_is_cleared_up(root: str, tmp_path: Path) -> None:
+    """By hand: weights damaged before update 14, a rule that takes three such losses, a save due at 15.
+
+    Saved there, the damage would be the only state left to go back to. Update 16 takes it back to the snapshot of 12,
+    and the updates after it are saved at 15.
+    """
+    rule = MeanRule(factor=2.0, window=10, min_steps=3, patience=3)
+    got = rolled_back(root, tmp_path, damage=13, save_every=15, rollback={"detector": rule, "every_n_steps": 4})
+    assert got["ledger"] == [(12, 12, 16, 16)]
+    assert differing(got, never_saw(root, tmp_path, got)) == []
+    folder = tmp_path / "rolled-back" / "checkpoints"
+    assert sorted(path.name for path in folder.glob("*.ckpt")) == ["step-00000015.ckpt", "step-00000020.ckpt"]
+    saved = torch.load(folder / "step-00000015.ckpt", weights_only=True)
+    assert float(max(value.abs().max() for value in saved["state_dict"].values())) < 3.0  # the damage is x 30
 
 
 def test_a_stop_is_one(root: str, tmp_path: Path) -> None:
