@@ -19,7 +19,7 @@ from lit_pretrain.callbacks._run_end import RunEnd
 from lit_pretrain.callbacks._tokens import TokensPerBatch
 from lit_pretrain.callbacks.counters import RunCounters
 from lit_pretrain.callbacks.learning_rate import LearningRateSchedule
-from lit_pretrain.callbacks.order import Order, settle
+from lit_pretrain.callbacks.order import Order, move_to_place, settle
 from lit_pretrain.callbacks.schedules import WarmupStableDecay
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.planning.budget import Budget
@@ -119,14 +119,15 @@ class ChinchillaBudget(Callback):
             return
         self._parameters = count_parameters(pl_module)
         self.reason, self.summary, self._end = None, {}, 0
-        callbacks = [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
-        found = [c for c in callbacks if isinstance(c, RunCounters)]
+        found = [c for c in trainer.callbacks if isinstance(c, RunCounters)]  # type: ignore[attr-defined]
         if not found:
-            ours = RunCounters(tokens_per_batch=self.tokens_per_batch)
-            ours.setup(trainer, pl_module, stage)
-            callbacks.append(ours)
-            found = [ours]
+            found = [RunCounters()]
+            found[0].setup(trainer, pl_module, stage)
+            move_to_place(trainer, found[0])  # before those that save, whose checkpoint would lack an update
         self._counters = found[0]
+        if self._counters.tokens_per_batch is None:
+            self._counters.tokens_per_batch = self.tokens_per_batch
+        callbacks = [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
         at = callbacks.index(self._counters) + 1  # counted before it is judged
         trainer.callbacks = [*callbacks[:at], self, *callbacks[at:]]  # type: ignore[attr-defined]
         self._schedule = next((c for c in callbacks if isinstance(c, LearningRateSchedule)), None)
@@ -135,7 +136,13 @@ class ChinchillaBudget(Callback):
         """Let the schedule end where the run does; before the schedule looks for its end."""
         flops: Any = getattr(pl_module, "flops_per_token", None)
         self._flops_per_token = float(flops() if callable(flops) else flops or 0.0) or None
-        self._limits()  # refuses what it cannot know
+        datamodule = getattr(trainer, "datamodule", None)
+        known = self._counters.tokens_per_batch is not None or isinstance(datamodule, TokenAccounting)
+        if self._limits() and not known:  # the limits refuse what they cannot know
+            raise ConfigError(
+                "ChinchillaBudget does not know how many tokens an update uses; set budget.tokens_per_batch, or use a "
+                "data module with tokens_per_update."
+            )
         self._steer(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

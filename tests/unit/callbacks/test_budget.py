@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from lit_pretrain.callbacks import ChinchillaBudget, RunCounters, WarmupCosine, WarmupStableDecay, sort_callbacks
+from lit_pretrain.callbacks import (
+    ChinchillaBudget,
+    RunCheckpoint,
+    RunCounters,
+    WarmupCosine,
+    WarmupStableDecay,
+    sort_callbacks,
+)
 from lit_pretrain.callbacks.budget import count_parameters
 from lit_pretrain.errors import ConfigError
 
@@ -61,7 +68,7 @@ def fit(folder: Path, *callbacks: Any, ckpt_path: Path | None = None, **settings
         callbacks=sort_callbacks(callbacks),
         default_root_dir=folder,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=settings.pop("enable_checkpointing", False),
         enable_progress_bar=False,
         enable_model_summary=False,
         **settings,
@@ -210,6 +217,26 @@ def test_a_budget_that_comes_late_counts_from_the_start(tmp_path: Path) -> None:
     assert budget.summary["flops"] == 240 * 5.0
 
 
+@pytest.mark.parametrize("counters", [[], [RunCounters()]], ids=["its own", "bare ones"])
+def test_the_update_of_a_checkpoint_is_counted_in_it(tmp_path: Path, counters: list[RunCounters]) -> None:
+    def saving() -> RunCheckpoint:
+        return RunCheckpoint(tmp_path / "saved", every_n_steps=10)
+
+    fit(
+        tmp_path,
+        *counters,
+        ChinchillaBudget(tokens_per_batch=TOKENS),
+        saving(),
+        enable_checkpointing=True,
+        max_steps=10,
+    )
+    (saved,) = (tmp_path / "saved").glob("step-00000010*")
+    budget = ChinchillaBudget(tokens_per_batch=TOKENS)
+    again, _ = fit(tmp_path, *counters, budget, saving(), enable_checkpointing=True, ckpt_path=saved)
+    assert again.global_step == 24
+    assert budget.summary["updates"] == 24
+
+
 def test_a_budget_ends_before_the_trainer_s_minimum(tmp_path: Path) -> None:
     """And the trainer keeps its minimum for the next run."""
     trainer, _ = fit(tmp_path, ChinchillaBudget(tokens_per_batch=TOKENS), min_steps=30)
@@ -236,5 +263,7 @@ def test_impossible_settings(settings: dict[str, Any], message: str) -> None:
 
 
 def test_nobody_counts_tokens(tmp_path: Path) -> None:
+    rates = Rates()
     with pytest.raises(ConfigError, match=r"budget\.tokens_per_batch"):
-        fit(tmp_path, ChinchillaBudget())
+        fit(tmp_path, ChinchillaBudget(), rates)
+    assert not rates.seen  # no update was made
