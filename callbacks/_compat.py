@@ -117,6 +117,13 @@ def checkpoint_suffix(trainer: Trainer) -> str:
     return "" if writes_folders(trainer) else ".ckpt"
 
 
+def begin_saving(trainer: Trainer) -> None:
+    """Tell a checkpoint plugin that a training begins, where it wants to know."""
+    begin = getattr(trainer.strategy.checkpoint_io, "begin", None)
+    if begin is not None:
+        begin()
+
+
 def after_save(trainer: Trainer, work: Callable[[], object]) -> None:
     """Do something that relies on the last checkpoint: when it is on the disk, and not at all if it fails."""
     later = getattr(trainer.strategy.checkpoint_io, "after_save", None)

@@ -178,6 +178,7 @@ class RunCheckpoint(Checkpoint):
         self._folder = Path(place)
         if stage == "fit":
             self._reset()
+            _compat.begin_saving(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock.

@@ -32,7 +32,8 @@ class FolderCheckpointIO(CheckpointIO):
 
     Args:
         background: Write in a thread: ``save_checkpoint`` returns once the state is copied, and an error is raised by
-            the next call. ``teardown``, which the Trainer calls at the end, waits.
+            the next call. ``teardown``, which the Trainer calls at the end, waits; with nothing left to train
+            meanwhile, whatever is saved after it is written before ``save_checkpoint`` returns.
         threads: Files written or read at a time.
     """
 
@@ -44,6 +45,7 @@ class FolderCheckpointIO(CheckpointIO):
         self._threads = threads
         self._writer = BackgroundWriter(threads=threads)
         self._group: ProcessGroup | None = None
+        self._is_over = False
 
     def save_together(self, group: ProcessGroup) -> None:
         """From now on every rank of a group saves its part of each checkpoint, and calls everything.
@@ -56,7 +58,12 @@ class FolderCheckpointIO(CheckpointIO):
         """
         self.wait()
         self._group = group
+        self._is_over = False
         self._writer = BackgroundWriter(process_group=group, threads=self._threads)
+
+    def begin(self) -> None:
+        """A training begins: saves go to the background again. ``RunCheckpoint`` calls it."""
+        self._is_over = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Launchers that spawn ranks pickle the Trainer; a thread cannot travel, so its save is waited for."""
@@ -67,6 +74,7 @@ class FolderCheckpointIO(CheckpointIO):
         self.background, self._threads = state["background"], state["threads"]
         self._writer = BackgroundWriter(threads=self._threads)
         self._group = None
+        self._is_over = False
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Save Lightning's checkpoint dict as a folder.
@@ -86,7 +94,7 @@ class FolderCheckpointIO(CheckpointIO):
             )
         parts = split(checkpoint)
         tensors = {name: tensor for name, tensor in parts.tensors.items() if not tensor.is_meta}
-        if self.background:
+        if self.background and not self._is_over:
             self._writer.save(_local(path), tensors=tensors, tree=parts.tree, rng=parts.rng, facts=parts.facts)
             return
         write_checkpoint(
@@ -155,6 +163,7 @@ class FolderCheckpointIO(CheckpointIO):
         Raises:
             CheckpointError: It failed.
         """
+        self._is_over = True
         self._writer.close()
 
 

@@ -280,6 +280,24 @@ def test_a_full_disk_ends_the_run_with_the_reason(tmp_path, monkeypatch):
     assert run.global_step == 4
 
 
+def test_what_is_saved_after_a_run_is_there_at_once(tmp_path, monkeypatch):
+    """Nobody would wait for a thread then, and the end of the program would break it off."""
+    held = threading.Event()
+    write = background.write_packed
+    monkeypatch.setattr(background, "write_packed", lambda *a, **k: (held.wait(30), write(*a, **k)))
+    plugin = FolderCheckpointIO()
+    run = trainer(tmp_path, max_steps=1, plugins=[plugin])
+    run.fit(Scheduled(dropout=0.0), loader())
+    run.save_checkpoint(tmp_path / "after")
+    assert verify(tmp_path / "after").global_step == 1
+    plugin.begin()
+    run.save_checkpoint(tmp_path / "within")
+    assert not (tmp_path / "within").exists()  # its thread is held up
+    held.set()
+    plugin.wait()
+    assert verify(tmp_path / "within").global_step == 1
+
+
 def test_it_travels_to_spawned_ranks(tmp_path):
     plugin = FolderCheckpointIO(background=True, threads=1)
     plugin.save_checkpoint({"global_step": 1}, tmp_path / "c")
