@@ -92,16 +92,17 @@ def test_optuna_minimises_the_validation_loss(work: Path) -> None:
     assert losses[best["best_params"]["optimizer.lr"]] == min(losses.values())
 
 
-def test_optuna_goes_on_after_a_failed_trial_where_it_is_told_to(work: Path) -> None:
+@pytest.mark.parametrize(("seed", "failing"), [(10, "0"), (8, "1")], ids=["first fails", "last fails"])
+def test_optuna_goes_on_after_a_failed_trial_where_it_is_told_to(work: Path, seed: int, failing: str) -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    words = ("hydra/sweeper=optuna", "hydra/sweeper/sampler=grid", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1")
-    words = (*words, "hydra.sweeper.max_failure_rate=1.0", "optimizer.lr=choice(-1,0.01)", "debug=fast")
-    code, out = finish(work, "-m", "run_id=s", *words)
+    words = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1")
+    words = (*words, "hydra.sweeper.max_failure_rate=1.0", f"hydra.sweeper.sampler.seed={seed}")
+    code, out = finish(work, "-m", "run_id=s", *words, "optimizer.lr=choice(-1,0.01)", "debug=fast")
     assert code == 1, out
     folder = work / "outputs" / "s"
     (failed,) = (path.parent.name for path in folder.glob("*/failure.json"))
     (finished,) = (path.parent.name for path in folder.glob("*/result.json"))
-    assert {failed, finished} == {"0", "1"}
+    assert (failed, finished) == (failing, str(1 - int(failing)))
     assert f"=== job {failed} failed (" in out
     assert out.rstrip().endswith(f"lit-pretrain: 1 of 2 jobs failed: {failed}")
     assert f"least val/loss: job {finished} (optimizer.lr=0.01)" in out
