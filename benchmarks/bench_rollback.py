@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.__main__ import circumstances
 from lit_pretrain.callbacks import GradientClipping, LossSpikeRollback, sort_callbacks
-from lit_pretrain.callbacks._moments import Moments
+from lit_pretrain.callbacks._rollback.moments import Moments
 from lit_pretrain.module import GPTModule
 from lit_pretrain.specs import GPTConfig
 from lit_pretrain.spikes import MeanRule

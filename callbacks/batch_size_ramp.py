@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from lit_pretrain.callbacks import _compat, _compat_loops
+from lit_pretrain.callbacks import _compat
+from lit_pretrain.callbacks._compat import loops
 from lit_pretrain.callbacks.learning_rate import LearningRateSchedule
 from lit_pretrain.callbacks.order import Order
 from lit_pretrain.errors import ConfigError
@@ -113,12 +114,12 @@ class BatchSizeRamp(Callback):
 
     def _set(self, trainer: Trainer, number: int) -> None:
         self._now = number
-        _compat_loops.set_accumulation(trainer, number)
+        loops.set_accumulation(trainer, number)
         if self._schedule is not None:
             self._schedule.use_share(number / self.full_accumulation)
 
     def _restore(self, trainer: Trainer) -> None:
         if self.full_accumulation:
-            _compat_loops.set_accumulation(trainer, self.full_accumulation)
+            loops.set_accumulation(trainer, self.full_accumulation)
         if self._schedule is not None:
             self._schedule.use_share(1.0)

@@ -13,10 +13,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lit_pretrain import units
-from lit_pretrain.callbacks import _compat, _compat_loops
+from lit_pretrain.callbacks import _compat
 from lit_pretrain.callbacks._agreement import Agreement
-from lit_pretrain.callbacks._run_end import RunEnd
-from lit_pretrain.callbacks._tokens import TokensPerBatch
+from lit_pretrain.callbacks._compat import loops
+from lit_pretrain.callbacks._measuring.tokens import TokensPerBatch
+from lit_pretrain.callbacks._saving.run_end import RunEnd
 from lit_pretrain.callbacks.counters import RunCounters
 from lit_pretrain.callbacks.learning_rate import LearningRateSchedule
 from lit_pretrain.callbacks.order import Order, move_to_place, settle
@@ -236,7 +237,7 @@ class ChinchillaBudget(Callback):
             )
         time_is_up = False
         if self.agreement is not None:
-            step = _compat_loops.batches_ready(trainer)
+            step = loops.batches_ready(trainer)
             time_is_up = bool(self.agreement.at_update(_TIME, step=step))
             end = self.agreement.at_update(_END, step=step)
             if end and not self._end:

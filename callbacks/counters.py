@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lit_pretrain.callbacks import _compat
-from lit_pretrain.callbacks._tokens import TokensPerBatch, check_tokens_per_batch, tokens_in
+from lit_pretrain.callbacks._measuring.tokens import TokensPerBatch, check_tokens_per_batch, tokens_in
 from lit_pretrain.callbacks.order import Order
 
 

@@ -16,11 +16,13 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lit_pretrain.callbacks import _compat, _compat_loops, _compat_sums, _names, _random, _stopping
-from lit_pretrain.callbacks._compat_loops import Epoch, Place
-from lit_pretrain.callbacks._muted import MutedWarning
-from lit_pretrain.callbacks._record import EXACT_KEY, KEY, parameter_names, write_names
-from lit_pretrain.callbacks._replay import EpochReplay
+from lit_pretrain.callbacks import _compat, _random
+from lit_pretrain.callbacks._compat import loops, sums
+from lit_pretrain.callbacks._compat.loops import Epoch, Place
+from lit_pretrain.callbacks._resuming import names, stopping
+from lit_pretrain.callbacks._resuming.muted import MutedWarning
+from lit_pretrain.callbacks._resuming.replay import EpochReplay
+from lit_pretrain.callbacks._saving.record import EXACT_KEY, KEY, parameter_names, write_names
 from lit_pretrain.callbacks.order import Order, move_to_front
 from lit_pretrain.plugins import match_parameters
 
@@ -73,8 +75,8 @@ class ExactResume(Callback):
         self._start: Place | None = None  # of the window
         self._start_random: _random.State = {}
         self._start_loaders: list[Any] = []
-        self._start_sums: _compat_sums.Sums = {}
-        self._sums_at_stop: _compat_sums.Sums | None = None  # Lightning ends the epoch wherever a run stops
+        self._start_sums: sums.Sums = {}
+        self._sums_at_stop: sums.Sums | None = None  # Lightning ends the epoch wherever a run stops
         self._versions: list[int] = []
         self._before_validation: _random.State | None = None
         self._before_inner_validation: dict[str, Any] = {}  # states of callbacks, by their keys
@@ -94,23 +96,23 @@ class ExactResume(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Bring the checkpoint to an update boundary. Every rank calls it."""
-        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or not _compat_loops.has_begun(trainer):
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or not loops.has_begun(trainer):
             return
-        loops = checkpoint["loops"]["fit_loop"]
+        saved = checkpoint["loops"]["fit_loop"]
         if self._open and not self._stepped and self._start is not None:
             at, mine, epoch, owes = self._start, self._start_random, Epoch.RUNNING, False
-            sums = self._start_sums
-            _compat_loops.write_place(loops, at, epoch=epoch, fresh=at.batches[1] == 0)
-            _compat_loops.set_loader_states(loops, self._start_loaders)
+            sums_of_epoch = self._start_sums
+            loops.write_place(saved, at, epoch=epoch, fresh=at.batches[1] == 0)
+            loops.set_loader_states(saved, self._start_loaders)
             checkpoint["global_step"] = at.steps[0]
             checkpoint.get("callbacks", {}).update(self._before_inner_validation)
         else:
             at, epoch = self._closed_place(trainer), self._epoch(trainer)
             owes = epoch is not Epoch.ENDED and not self._fresh and self._owes_validation(trainer)
             mine = self._random_after_validation() if owes else self._to_restore or _random.capture()
-            sums = {} if epoch is Epoch.ENDED else self._sums(trainer)
-            _compat_loops.write_place(loops, at, epoch=epoch, fresh=self._fresh)
-        own = {"random": mine, "epoch": self._replay.state_dict(trainer), "sums": _compat_sums.plain(sums)}
+            sums_of_epoch = {} if epoch is Epoch.ENDED else self._sums(trainer)
+            loops.write_place(saved, at, epoch=epoch, fresh=self._fresh)
+        own = {"random": mine, "epoch": self._replay.state_dict(trainer), "sums": sums.plain(sums_of_epoch)}
         gathered = _gather(own, trainer)
         write_names(trainer, checkpoint)
         checkpoint[KEY]["rng"] = [rank["random"] for rank in gathered]
@@ -126,26 +128,26 @@ class ExactResume(Callback):
             "sums": [rank["sums"] for rank in gathered],
         }
 
-    def _sums(self, trainer: Trainer) -> _compat_sums.Sums:
-        return _compat_sums.capture(trainer) if self._sums_at_stop is None else self._sums_at_stop
+    def _sums(self, trainer: Trainer) -> sums.Sums:
+        return sums.capture(trainer) if self._sums_at_stop is None else self._sums_at_stop
 
     def _closed_place(self, trainer: Trainer) -> Place:
         if self._start is not None:
-            return _compat_loops.place(trainer, windows=self._start.windows + 1)
-        return _compat_loops.place(trainer, windows=self._restored["windows"] if self._restored else None)
+            return loops.place(trainer, windows=self._start.windows + 1)
+        return loops.place(trainer, windows=self._restored["windows"] if self._restored else None)
 
     def _epoch(self, trainer: Trainer) -> Epoch:
         untouched = self._start is None and not self._fresh
         if untouched and self._restored is not None and self._restored["epoch"] == Epoch.ENDED.value:
             return Epoch.ENDED
-        return _compat_loops.epoch(trainer, fresh=self._fresh)
+        return loops.epoch(trainer, fresh=self._fresh)
 
     def _owes_validation(self, trainer: Trainer) -> bool:
         if self._validated:
             return False
         if self._start is None:
             return self._restored is not None and bool(self._restored["owes_validation"])
-        return trainer.validating or _compat_loops.validation_is_due(trainer)
+        return trainer.validating or loops.validation_is_due(trainer)
 
     def _random_after_validation(self) -> _random.State:
         return self._before_validation if self._before_validation is not None else _random.capture()
@@ -173,7 +175,7 @@ class ExactResume(Callback):
 
     def place_of_next_save(self, trainer: Trainer) -> tuple[int, int]:
         """Microbatches read and optimizer steps done, as a checkpoint of this moment would say."""
-        at = self._start if self._open and self._start is not None else _compat_loops.place(trainer)
+        at = self._start if self._open and self._start is not None else loops.place(trainer)
         return at.batches[0], at.steps[0]
 
     # ---------------------------------------------------------------- resuming
@@ -184,8 +186,8 @@ class ExactResume(Callback):
         if stage == "fit":
             self._reset()
             move_to_front(trainer, self)
-            self._patiences = _stopping.patiences(trainer)
-        self._hooks.append(_names.accept_wrappers(pl_module))
+            self._patiences = stopping.patiences(trainer)
+        self._hooks.append(names.accept_wrappers(pl_module))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave nothing on the module."""
@@ -226,19 +228,19 @@ class ExactResume(Callback):
         self._windows_to_restore = restored["windows"]
         owes, epoch = restored["owes_validation"], Epoch(restored["epoch"])
         ending = epoch is Epoch.ENDING
-        _compat_loops.lead_restart(trainer, windows=restored["windows"], owes_validation=owes, ending=ending)
+        loops.lead_restart(trainer, windows=restored["windows"], owes_validation=owes, ending=ending)
         self._ended_on_resume = ending
         self._before_validation = self._to_restore if owes else None
         _restore_metrics(trainer, restored["metrics"])
-        _stopping.resume(trainer, self._patiences)
-        _compat_loops.note_saved(trainer)
+        stopping.resume(trainer, self._patiences)
+        loops.note_saved(trainer)
         if restored["world_size"] != trainer.world_size:
             rank_zero_warn(
                 f"Resuming on {trainer.world_size} ranks what {restored['world_size']} saved: random numbers (dropout) "
                 "are others from here on, and means over this epoch leave out what was logged before."
             )
         elif epoch is not Epoch.ENDED and restored.get("sums"):
-            _compat_sums.restore(trainer, pl_module, restored["sums"][trainer.global_rank])
+            sums.restore(trainer, pl_module, restored["sums"][trainer.global_rank])
         self._replay.next_iterator_follows_epoch_start()
         if self.replay:  # Lightning cannot know that the place is found again
             self._hooks.append(MutedWarning(r"(?s).*your dataloader is not resumable", PossibleUserWarning))
@@ -253,7 +255,7 @@ class ExactResume(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A new epoch: its iterator is made next."""
         if self._ended_on_resume:
-            _compat_loops.end_restart(trainer)
+            loops.end_restart(trainer)
             self._ended_on_resume = False
         self._fresh, self._validated = True, False
         resumes_here = self._to_restore is not None  # saved after the last epoch's end
@@ -261,29 +263,29 @@ class ExactResume(Callback):
             self._restore_random()
         self._replay.epoch_starts(trainer)
         if resumes_here:
-            _compat_loops.reopen(trainer)
+            loops.reopen(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Restore the random state at the last moment before a step; note where a window starts."""
         if self._to_restore is not None:
             self._restore_random()
         if self._windows_to_restore is not None:
-            _compat_loops.set_windows_closed(trainer, self._windows_to_restore)
+            loops.set_windows_closed(trainer, self._windows_to_restore)
             self._windows_to_restore = None
         if self._open:
             return
         self._open, self._stepped, self._fresh, self._sums_at_stop = True, False, False, None
         self._before_inner_validation = {}
-        self._start = _compat_loops.place(trainer, unread=1)
+        self._start = loops.place(trainer, unread=1)
         self._start_random = _random.capture()
-        self._start_sums = _compat_sums.capture(trainer)
+        self._start_sums = sums.capture(trainer)
         self._versions = _compat.versions(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Close the window after its last batch."""
-        due = trainer.should_stop or _compat_loops.validation_is_due(trainer)
+        due = trainer.should_stop or loops.validation_is_due(trainer)
         self._before_validation = _random.capture() if due else None
         if _compat.accumulates(trainer):
             return
@@ -313,8 +315,8 @@ class ExactResume(Callback):
         """The end of an epoch that was owed, or of a run that stops in the middle of one."""
         if self._to_restore is not None:
             self._restore_random()
-        if not _compat_loops.epoch_is_over(trainer):
-            self._sums_at_stop = _compat_sums.capture(trainer)
+        if not loops.epoch_is_over(trainer):
+            self._sums_at_stop = sums.capture(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop listening to the optimizers."""
@@ -346,7 +348,7 @@ class ExactResume(Callback):
 
     def _keep_loader_states(self, trainer: Trainer) -> None:
         """At the start of a step a loader's own state has already moved on."""
-        self._start_loaders = _compat_loops.loader_states(trainer)
+        self._start_loaders = loops.loader_states(trainer)
 
     def _unhook(self) -> None:
         for hook in self._hooks:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lit_pretrain.callbacks import _compat
-from lit_pretrain.callbacks._tokens import data_parallel_size
+from lit_pretrain.callbacks._measuring.tokens import data_parallel_size
 from lit_pretrain.callbacks.order import Order
 from lit_pretrain.distributed.grad_norm import global_norm
 from lit_pretrain.errors import ConfigError

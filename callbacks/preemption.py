@@ -14,8 +14,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lit_pretrain.callbacks import _compat, _compat_loops, _saving, _slurm
+from lit_pretrain.callbacks import _compat
 from lit_pretrain.callbacks._agreement import Agreement
+from lit_pretrain.callbacks._compat import loops
+from lit_pretrain.callbacks._saving import saves, slurm
 from lit_pretrain.callbacks.order import Order, move_to_end, settle
 from lit_pretrain.callbacks.run_checkpoint import FOLDER, RunCheckpoint
 from lit_pretrain.errors import ConfigError, Preempted
@@ -101,8 +103,8 @@ class PreemptionCheckpoint(Callback):
         """Stop if a rank had a signal by the last update."""
         if _compat.accumulates(trainer) or self.agreement is None:
             return
-        received = self.agreement.at_update(_QUESTION, step=_compat_loops.batches_ready(trainer))
-        if received and not _compat_loops.run_is_over(trainer):
+        received = self.agreement.at_update(_QUESTION, step=loops.batches_ready(trainer))
+        if received and not loops.run_is_over(trainer):
             self._stop(trainer, received)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -111,7 +113,7 @@ class PreemptionCheckpoint(Callback):
         if not fitting or self.agreement is None or _compat.accumulates(trainer):
             return
         received = self.agreement.now(_QUESTION)
-        if received and not _compat_loops.run_is_over(trainer):
+        if received and not loops.run_is_over(trainer):
             self._stop(trainer, received)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -131,12 +133,12 @@ class PreemptionCheckpoint(Callback):
         name = signal.Signals(received).name
         settle(trainer)
         path = self._save(trainer)
-        _saving.wait(trainer)
+        saves.wait(trainer)
         trainer.strategy.barrier("preemption")  # a requeue kills every rank
         self.preempted_at = trainer.global_step
         requeued = False
         if self.requeue and name in self.requeue_signals and trainer.is_global_zero:
-            requeued = _slurm.requeue()
+            requeued = slurm.requeue()
         preempted = Preempted(signal=name, step=trainer.global_step, checkpoint=str(path), requeued=requeued)
         rank_zero_info(str(preempted))
         raise preempted
@@ -149,7 +151,7 @@ class PreemptionCheckpoint(Callback):
         folder = self.dirpath or Path(theirs[0] if theirs else Path(trainer.default_root_dir) / FOLDER)
         path = folder / f"step-{trainer.global_step:08d}{_compat.checkpoint_suffix(trainer)}"
         path = Path(trainer.strategy.broadcast(str(path.absolute())))
-        _saving.save(trainer, path)
+        saves.save(trainer, path)
         return path
 
     def _end(self, trainer: Trainer) -> None:

@@ -15,8 +15,8 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from lit_pretrain import units
 from lit_pretrain.callbacks import _compat
-from lit_pretrain.callbacks._meter import StepMeter
-from lit_pretrain.callbacks._tokens import TokensPerBatch, check_tokens_per_batch, tokens_in
+from lit_pretrain.callbacks._measuring.meter import StepMeter
+from lit_pretrain.callbacks._measuring.tokens import TokensPerBatch, check_tokens_per_batch, tokens_in
 from lit_pretrain.callbacks.order import Order
 from lit_pretrain.errors import ConfigError
 

@@ -13,15 +13,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lit_pretrain.callbacks import _compat, _compat_loops, _compat_rewind, _random, _spike_report
-from lit_pretrain.callbacks._alarm import Alarm, AlarmTarget
-from lit_pretrain.callbacks._data_course import DataCourse
-from lit_pretrain.callbacks._lowered_rate import LoweredRate
-from lit_pretrain.callbacks._moments import Moments
-from lit_pretrain.callbacks._owners import check_owners, save_is_due
-from lit_pretrain.callbacks._run_end import RunEnd
-from lit_pretrain.callbacks._spike_watch import Seen, SpikeWatch
-from lit_pretrain.callbacks._update_drop import UpdateDrop
+from lit_pretrain.callbacks import _compat, _random
+from lit_pretrain.callbacks._compat import loops, rewind
+from lit_pretrain.callbacks._rollback import spike_report
+from lit_pretrain.callbacks._rollback.alarm import Alarm, AlarmTarget
+from lit_pretrain.callbacks._rollback.data_course import DataCourse
+from lit_pretrain.callbacks._rollback.lowered_rate import LoweredRate
+from lit_pretrain.callbacks._rollback.moments import Moments
+from lit_pretrain.callbacks._rollback.owners import check_owners, save_is_due
+from lit_pretrain.callbacks._rollback.spike_watch import Seen, SpikeWatch
+from lit_pretrain.callbacks._rollback.update_drop import UpdateDrop
+from lit_pretrain.callbacks._saving.run_end import RunEnd
 from lit_pretrain.callbacks.clipping import GradientClipping
 from lit_pretrain.callbacks.counters import RunCounters
 from lit_pretrain.callbacks.order import Order, move_to_place
@@ -148,7 +150,7 @@ class LossSpikeRollback(Callback):
         check_owners(trainer, self, mode=self.mode)
         self._clipping = next((c for c in trainer.callbacks if isinstance(c, GradientClipping)), None)  # type: ignore[attr-defined]
         move_to_place(trainer, self)
-        self._curves = _spike_report.continuation(trainer)
+        self._curves = spike_report.continuation(trainer)
         self._watch.detector.reset()
         self._course.forget()
         self.stop_reason = None
@@ -178,7 +180,7 @@ class LossSpikeRollback(Callback):
         self._listen(trainer)
 
     def _listen(self, trainer: Trainer) -> None:
-        _compat_rewind.listen_to_fetches(
+        rewind.listen_to_fetches(
             trainer,
             leave_out=self._course.leaves_out,
             left_out=lambda batch: self._left_out(trainer, batch),
@@ -204,10 +206,10 @@ class LossSpikeRollback(Callback):
         """Turn the loggers back, and name the spike there."""
         windows, self._windows = self._windows, None
         if windows is not None:
-            _compat_loops.set_windows_closed(trainer, windows)
+            loops.set_windows_closed(trainer, windows)
             self._curves.restart(trainer, step=windows)
         for seen, text in self._to_log:
-            _spike_report.log(trainer, seen, rollbacks=self.rollbacks, text=text)
+            spike_report.log(trainer, seen, rollbacks=self.rollbacks, text=text)
         self._to_log = []
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -274,8 +276,8 @@ class LossSpikeRollback(Callback):
         """Whether this state is kept or looked at, so that it has to be judged now."""
         if self._updates % self.every_n_steps == 0 or self._course.has_to_jump:
             return True
-        over = _compat_loops.epoch_is_over(trainer) or _compat_loops.run_is_over(trainer)
-        return over or _compat_loops.validation_is_due(trainer) or save_is_due(trainer)
+        over = loops.epoch_is_over(trainer) or loops.run_is_over(trainer)
+        return over or loops.validation_is_due(trainer) or save_is_due(trainer)
 
     def before_save(self, trainer: Trainer) -> None:
         """Judge all updates made, and go back if one of them was a spike: what is saved next is good.
@@ -303,7 +305,7 @@ class LossSpikeRollback(Callback):
                 self._moments.confirm(seen.verdict)
 
     def _act(self, trainer: Trainer, seen: Seen) -> None:
-        details = _spike_report.origins(trainer, self._watch.indices(seen.verdict.step))
+        details = spike_report.origins(trainer, self._watch.indices(seen.verdict.step))
         moments = self._moments
         if moments is None:
             self._announce(trainer, seen, details, action="nothing is done about it (mode=warn)")
@@ -324,11 +326,11 @@ class LossSpikeRollback(Callback):
             self._watch.rewind(moment.detector)
             self._updates = moment.point.step
             self._random, self._windows = moment.snapshot.random, moment.clock.windows
-        self._announce(trainer, seen, details, action=_spike_report.action(decision))
+        self._announce(trainer, seen, details, action=spike_report.action(decision))
         self._stop_if(trainer, decision)
 
     def _act_by_dropping(self, trainer: Trainer, seen: Seen) -> None:
-        details = _spike_report.origins(trainer, self._watch.indices(seen.verdict.step))
+        details = spike_report.origins(trainer, self._watch.indices(seen.verdict.step))
         decision = self.policy.drop(
             self.ledger,
             verdict=seen.verdict,
@@ -338,14 +340,14 @@ class LossSpikeRollback(Callback):
         )
         if decision.skip is not None:
             self._course.enter(trainer, replace(decision.skip, details=details))
-        self._announce(trainer, seen, details, action=_spike_report.action(decision))
+        self._announce(trainer, seen, details, action=spike_report.action(decision))
         self._stop_if(trainer, decision)
 
     def _announce(self, trainer: Trainer, seen: Seen, details: dict[str, Any], *, action: str) -> None:
-        self._to_log.append((seen, _spike_report.as_text(details, reason=seen.verdict.reason, action=action)))
+        self._to_log.append((seen, spike_report.as_text(details, reason=seen.verdict.reason, action=action)))
         rank_zero_warn(f"Spike: {seen.verdict.reason} {action[:1].upper()}{action[1:]}.")
         if trainer.is_global_zero:
-            self._alarm(_spike_report.facts(seen, action=action, details=details))
+            self._alarm(spike_report.facts(seen, action=action, details=details))
 
     def _stop_if(self, trainer: Trainer, decision: Decision) -> None:
         if decision.stop is not None:
@@ -396,5 +398,5 @@ class LossSpikeRollback(Callback):
         if self._moments is not None:
             self._moments.close()
             self._moments = None
-        _compat_rewind.stop_listening(trainer)
+        rewind.stop_listening(trainer)
         self._alarm.close()

@@ -15,9 +15,11 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lit_pretrain.callbacks import _compat, _compat_loops, _keeping, _saving
+from lit_pretrain.callbacks import _compat
 from lit_pretrain.callbacks._agreement import Agreement
-from lit_pretrain.callbacks._record import write_facts
+from lit_pretrain.callbacks._compat import loops
+from lit_pretrain.callbacks._saving import keeping, saves
+from lit_pretrain.callbacks._saving.record import write_facts
 from lit_pretrain.callbacks.exact_resume import ExactResume
 from lit_pretrain.callbacks.order import in_doubt, settle
 from lit_pretrain.errors import ConfigError, Preempted
@@ -151,7 +153,7 @@ class RunCheckpoint(Checkpoint):
         if self._better:
             self._best, self._better = name, False
         try:
-            _saving.save(trainer, self._folder / name)
+            saves.save(trainer, self._folder / name)
         except BaseException:
             self._saved_at, self._last, self._best = before
             raise
@@ -171,8 +173,8 @@ class RunCheckpoint(Checkpoint):
         """
         folder = self.dirpath if self.dirpath is not None else Path(trainer.default_root_dir) / FOLDER
         folder = folder.expanduser().absolute()
-        saves = stage == "fit" and not _compat.is_debugging(trainer)
-        place, problem = trainer.strategy.broadcast((str(folder), _keeping.problem_with(folder) if saves else ""))
+        will_save = stage == "fit" and not _compat.is_debugging(trainer)
+        place, problem = trainer.strategy.broadcast((str(folder), keeping.problem_with(folder) if will_save else ""))
         if problem:
             raise ConfigError(f"callbacks.checkpoint.dirpath={place}: {problem}; name another folder.")
         self._folder = Path(place)
@@ -187,7 +189,7 @@ class RunCheckpoint(Checkpoint):
             ConfigError: On every rank, when a run that begins would write over the checkpoints of an earlier one.
         """
         if trainer.global_step == 0 and not _compat.is_debugging(trainer):
-            problem = trainer.strategy.broadcast(_keeping.earlier(self._folder) if trainer.is_global_zero else "")
+            problem = trainer.strategy.broadcast(keeping.earlier(self._folder) if trainer.is_global_zero else "")
             if problem:
                 raise ConfigError(f"callbacks.checkpoint.dirpath={self._folder}: {problem}; name another folder.")
         self._saved_time = self._clock()
@@ -212,13 +214,13 @@ class RunCheckpoint(Checkpoint):
         self._in_window = False
         step = trainer.global_step
         if self._agreed(trainer, _FAILED):
-            _saving.wait(trainer)  # raises what rank 0 knows
+            saves.wait(trainer)  # raises what rank 0 knows
         if self._agreed(trainer, _MINUTES):
             # The answer is one update old: right after a save it still says that it is time. Ask rank 0 again.
             self._find_due(step, bool(trainer.strategy.broadcast(self._time_is_up())))
         if self.every_n_steps is not None and step % self.every_n_steps == 0 and step != self._saved_at:
             self._find_due(step, True)
-        if self._due and not _compat_loops.validation_is_due(trainer) and not _compat_loops.epoch_is_over(trainer):
+        if self._due and not loops.validation_is_due(trainer) and not loops.epoch_is_over(trainer):
             self._save_if_due(trainer, "interval")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -229,7 +231,7 @@ class RunCheckpoint(Checkpoint):
         if self.monitor is not None and self._improved(trainer):
             self._better = True
             self._find_due(trainer.global_step, self.save_best)
-        if self._due and not _compat_loops.epoch_is_over(trainer):
+        if self._due and not loops.epoch_is_over(trainer):
             self._save_if_due(trainer, reason)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -241,7 +243,7 @@ class RunCheckpoint(Checkpoint):
         """Save the end."""
         if self.save_at_end and not _compat.is_debugging(trainer) and trainer.global_step > 0:
             self.save(trainer, reason="end")
-        _saving.wait(trainer)
+        saves.wait(trainer)
         if self.agreement is not None:
             self.agreement.close()
         self.agreement = None
@@ -252,13 +254,13 @@ class RunCheckpoint(Checkpoint):
         try:
             if self.save_on_exception and not hopeless and self._can_save_now(trainer):
                 path = self.save(trainer, reason="exception")
-                _saving.wait(trainer)
+                saves.wait(trainer)
                 rank_zero_info(f"Saved {path} after {type(exception).__name__}.")
         except Exception as error:  # the first exception is the one that matters
             rank_zero_warn(f"Nothing could be saved after {type(exception).__name__}: {error}")
         finally:
             self.agreement = None  # what is on its way may wait for a rank that has gone
-            _saving.settle(trainer)
+            saves.settle(trainer)
 
     # ---------------------------------------------------------------- state
 
@@ -305,7 +307,7 @@ class RunCheckpoint(Checkpoint):
     def _agreed(self, trainer: Trainer, question: str) -> bool:
         if self.agreement is None:
             return False
-        return bool(self.agreement.at_update(question, step=_compat_loops.batches_ready(trainer)))
+        return bool(self.agreement.at_update(question, step=loops.batches_ready(trainer)))
 
     def _time_is_up(self) -> bool:
         return self.every_minutes is not None and self._clock() - self._saved_time >= 60 * self.every_minutes
@@ -352,4 +354,4 @@ class RunCheckpoint(Checkpoint):
     def _prune(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:
             keep = {name for name in (self._best, self._last) if name is not None}
-            _keeping.prune(self._folder, trainer, keep_last=self.keep_last, keep_every=self.keep_every, keep=keep)
+            keeping.prune(self._folder, trainer, keep_last=self.keep_last, keep_every=self.keep_every, keep=keep)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lit_pretrain.callbacks import _compat_loops
+from lit_pretrain.callbacks._compat import loops
 from lit_pretrain.callbacks.exact_resume import ExactResume
 from lit_pretrain.callbacks.order import Order
 
@@ -39,7 +39,7 @@ class TensorBoardContinuation(Callback):
         resume = next((c for c in trainer.callbacks if isinstance(c, ExactResume)), None)  # type: ignore[attr-defined]
         step = resume.resumed_at if resume is not None else None
         if step is None:
-            step = _compat_loops.windows_closed(trainer)
+            step = loops.windows_closed(trainer)
         if step > 0:
             self.restart(trainer, step=step)
 

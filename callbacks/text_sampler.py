@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lit_pretrain.callbacks import _compat
-from lit_pretrain.callbacks._meter import pause_timing_of
+from lit_pretrain.callbacks._measuring.meter import pause_timing_of
 from lit_pretrain.callbacks.order import Order
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.specs import TextGenerator

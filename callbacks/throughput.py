@@ -12,9 +12,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_pretrain.callbacks import _compat
-from lit_pretrain.callbacks._meter import StepMeter, pause_timing_of
-from lit_pretrain.callbacks._peak import MatmulPeak, device_peak_flops
-from lit_pretrain.callbacks._tokens import TokensPerBatch, check_tokens_per_batch, tokens_in
+from lit_pretrain.callbacks._measuring.meter import StepMeter, pause_timing_of
+from lit_pretrain.callbacks._measuring.peak import MatmulPeak, device_peak_flops
+from lit_pretrain.callbacks._measuring.tokens import TokensPerBatch, check_tokens_per_batch, tokens_in
 from lit_pretrain.callbacks.order import Order
 from lit_pretrain.errors import ConfigError
 

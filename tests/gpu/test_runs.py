@@ -15,7 +15,7 @@ import yaml
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lit_pretrain.callbacks import ThroughputMonitor
-from lit_pretrain.callbacks._snapshot import Copier, Memory
+from lit_pretrain.callbacks._rollback.snapshot import Copier, Memory
 from lit_pretrain.instantiate.run import build_run
 from lit_pretrain.module import GPTModule
 from lit_pretrain.planning import peak_flops

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lit_pretrain.callbacks._rewind import Moment
+from lit_pretrain.callbacks._rollback.moment import Moment
 from lit_pretrain.errors import RankError
 from lit_pretrain.spikes import LedgerFile, RollbackPolicy
 from tests.support import resumable, spiking

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lit_pretrain.callbacks._alarm import Alarm
+from lit_pretrain.callbacks._rollback.alarm import Alarm
 from lit_pretrain.errors import ConfigError
 
 FACTS = {"update": 7, "loss": float("nan"), "batches": [14, 15]}

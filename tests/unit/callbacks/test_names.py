@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lit_pretrain.callbacks import ExactResume, RunCheckpoint
-from lit_pretrain.callbacks._names import accept_wrappers
+from lit_pretrain.callbacks._resuming.names import accept_wrappers
 from lit_pretrain.distributed.checkpoint import read_checkpoint
 from lit_pretrain.plugins import FolderCheckpointIO
 from tests.unit.callbacks.tiny import Tiny, loader, trainer

@@ -14,7 +14,8 @@ import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lit_pretrain.callbacks import ExactResume, PreemptionCheckpoint, RunCheckpoint, _slurm
+from lit_pretrain.callbacks import ExactResume, PreemptionCheckpoint, RunCheckpoint
+from lit_pretrain.callbacks._saving import slurm
 from lit_pretrain.errors import ConfigError, Preempted
 from tests.support import resumable
 from tests.unit.callbacks.tiny import Tiny, loader, trainer
@@ -252,9 +253,9 @@ def test_a_refused_requeue_is_said_and_the_run_is_saved(tmp_path, scontrol, monk
 
 
 def test_job_ids():
-    assert _slurm.job_id({}) is None
-    assert _slurm.job_id({"SLURM_JOB_ID": "7"}) == "7"
-    assert _slurm.job_id({"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "bash"}) is None
+    assert slurm.job_id({}) is None
+    assert slurm.job_id({"SLURM_JOB_ID": "7"}) == "7"
+    assert slurm.job_id({"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "bash"}) is None
 
 
 def test_no_such_signal():

@@ -10,7 +10,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lit_pretrain.callbacks import ExactResume, RunCheckpoint, _keeping
+from lit_pretrain.callbacks import ExactResume, RunCheckpoint
+from lit_pretrain.callbacks._saving import keeping
 from lit_pretrain.distributed.checkpoint import catalog
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.plugins import FolderCheckpointIO
@@ -293,9 +294,9 @@ def test_impossible_settings(settings, says):
 
 def test_surplus():
     steps = [1, 2, 3, 4, 5, 6, 7]
-    assert _keeping.surplus(steps, keep_last=2, keep_every=None, keep=()) == [1, 2, 3, 4, 5]
-    assert _keeping.surplus(steps, keep_last=2, keep_every=3, keep={1}) == [2, 4, 5]
-    assert _keeping.surplus(steps, keep_last=9, keep_every=None, keep=()) == []
+    assert keeping.surplus(steps, keep_last=2, keep_every=None, keep=()) == [1, 2, 3, 4, 5]
+    assert keeping.surplus(steps, keep_last=2, keep_every=3, keep={1}) == [2, 4, 5]
+    assert keeping.surplus(steps, keep_last=9, keep_every=None, keep=()) == []
 
 
 @pytest.mark.parametrize("folders", [False, True], ids=["files", "folders"])

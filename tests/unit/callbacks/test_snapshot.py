@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lit_pretrain.callbacks._snapshot import Copier, Memory, Ring, Snapshot
+from lit_pretrain.callbacks._rollback.snapshot import Copier, Memory, Ring, Snapshot
 
 
 class Net(pl.LightningModule):

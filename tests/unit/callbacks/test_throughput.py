@@ -8,8 +8,8 @@ from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_pretrain.callbacks import ThroughputMonitor
-from lit_pretrain.callbacks._meter import StepMeter
-from lit_pretrain.callbacks._peak import MatmulPeak, matmul_peak
+from lit_pretrain.callbacks._measuring.meter import StepMeter
+from lit_pretrain.callbacks._measuring.peak import MatmulPeak, matmul_peak
 from lit_pretrain.callbacks.throughput import memory_bytes
 from lit_pretrain.errors import ConfigError
 from tests.unit.callbacks.tiny import Tiny, loader, trainer

@@ -7,7 +7,7 @@ from pathlib import Path
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from lit_pretrain.callbacks import _compat_loops
+from lit_pretrain.callbacks._compat import loops
 from lit_pretrain.spikes import LedgerFile, Skip, SkipLedger
 
 
@@ -49,7 +49,7 @@ class DataCourse:
         """
         is_fresh = trainer.global_step == 0 and not is_resumed
         if not is_resumed:
-            self.position = _compat_loops.place(trainer).batches[0] // trainer.accumulate_grad_batches
+            self.position = loops.place(trainer).batches[0] // trainer.accumulate_grad_batches
         folder = Path(str(trainer.strategy.broadcast(str(Path(trainer.default_root_dir).expanduser().absolute()))))
         self._file = LedgerFile(self._path if self._path is not None else folder / "spikes.jsonl")
         lines: list[str] = []

@@ -10,9 +10,9 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 
-from lit_pretrain.callbacks import _compat_rewind
-from lit_pretrain.callbacks._compat_rewind import LoggedValues, WeightClock
-from lit_pretrain.callbacks._snapshot import Copier, Snapshot
+from lit_pretrain.callbacks._compat import rewind
+from lit_pretrain.callbacks._compat.rewind import LoggedValues, WeightClock
+from lit_pretrain.callbacks._rollback.snapshot import Copier, Snapshot
 from lit_pretrain.callbacks.counters import RunCounters
 from lit_pretrain.callbacks.exact_resume import ExactResume
 from lit_pretrain.callbacks.learning_rate import LearningRateSchedule
@@ -48,9 +48,9 @@ class Moment:
     def of(cls, trainer: Trainer, snapshot: Snapshot, *, point: SnapshotPoint, detector: Mapping[str, Any]) -> Moment:
         """This moment, with a snapshot of it."""
         moment = cls(snapshot, point, detector)
-        moment.clock = _compat_rewind.read_clock(trainer)
-        moment._logged = _compat_rewind.logged_values(trainer)
-        moment._metrics = _compat_rewind.metric_states(trainer.lightning_module)
+        moment.clock = rewind.read_clock(trainer)
+        moment._logged = rewind.logged_values(trainer)
+        moment._metrics = rewind.metric_states(trainer.lightning_module)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, LearningRateSchedule):
                 moment._learning_rate = callback.applied_updates, callback.applied_tokens
@@ -67,11 +67,11 @@ class Moment:
         progress.
         """
         self.snapshot.restore(trainer, copier)
-        _compat_rewind.set_clock(trainer, self.clock)
-        _compat_rewind.restore_logged_values(trainer, self._logged)
-        _compat_rewind.restore_metric_states(trainer.lightning_module, self._metrics)
-        _compat_rewind.skip_next_validation(trainer)
-        _compat_rewind.forget_saves_after(trainer, trainer.global_step)
+        rewind.set_clock(trainer, self.clock)
+        rewind.restore_logged_values(trainer, self._logged)
+        rewind.restore_metric_states(trainer.lightning_module, self._metrics)
+        rewind.skip_next_validation(trainer)
+        rewind.forget_saves_after(trainer, trainer.global_step)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, LearningRateSchedule) and self._learning_rate is not None:
                 updates, tokens = self._learning_rate

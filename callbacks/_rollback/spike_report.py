@@ -7,8 +7,9 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lit_pretrain.callbacks import _compat, _compat_loops
-from lit_pretrain.callbacks._spike_watch import Seen
+from lit_pretrain.callbacks import _compat
+from lit_pretrain.callbacks._compat import loops
+from lit_pretrain.callbacks._rollback.spike_watch import Seen
 from lit_pretrain.callbacks.tensorboard import TensorBoardContinuation
 from lit_pretrain.specs import BatchOrigins
 from lit_pretrain.spikes import Decision
@@ -57,7 +58,7 @@ def log(trainer: Trainer, seen: Seen, *, rollbacks: int, text: str) -> None:
     if trainer.is_global_zero:
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
-                step = _compat_loops.windows_closed(trainer)
+                step = loops.windows_closed(trainer)
                 logger.experiment.add_text("spike", text, global_step=step)
 
 

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 
-from lit_pretrain.callbacks._compat_log import log as log
+from lit_pretrain.callbacks._compat.rows import log as log
 
 
 def should_log(trainer: Trainer) -> bool:

@@ -9,7 +9,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import IterableDataset
 
-from lit_pretrain.callbacks import _compat_loops, _random
+from lit_pretrain.callbacks import _random
+from lit_pretrain.callbacks._compat import loops
 
 
 class EpochReplay:
@@ -57,19 +58,19 @@ class EpochReplay:
             wanted: Whether the user wants the data to be read again.
         """
         if not _needs_replay(trainer):
-            if not _compat_loops.knows_its_length(trainer):
+            if not loops.knows_its_length(trainer):
                 rank_zero_warn(
                     "The training data keep their own place but have no length: Lightning had read one batch ahead "
                     "when it saved, and that batch is lost. Give the loader a __len__ for an exact resume."
                 )
             return
-        batches = _compat_loops.place(trainer).batches[1]
+        batches = loops.place(trainer).batches[1]
         problem = None
         if not wanted:
             problem = "ExactResume(replay=False) leaves it at that"
         elif not same_ranks:
             problem = "the number of ranks has changed, and so has every rank's share of the data"
-        elif any(_compat_loops.is_stateful(loader) for loader in _compat_loops.train_loaders(trainer)):
+        elif any(loops.is_stateful(loader) for loader in loops.train_loaders(trainer)):
             problem = "others of the loaders have one"
         elif trainer.global_rank >= len(saved) or not saved[trainer.global_rank]:
             problem = "the checkpoint does not say how the epoch began"
@@ -83,7 +84,7 @@ class EpochReplay:
         self._read_again(trainer, saved[trainer.global_rank], batches)
 
     def _read_again(self, trainer: Trainer, began: dict[str, Any], batches: int) -> None:
-        if any(isinstance(getattr(x, "dataset", None), IterableDataset) for x in _compat_loops.train_loaders(trainer)):
+        if any(isinstance(getattr(x, "dataset", None), IterableDataset) for x in loops.train_loaders(trainer)):
             rank_zero_warn(
                 "An IterableDataset is read again to find the place: the resume is exact only if it gives the same "
                 "samples in the same order."
@@ -92,13 +93,13 @@ class EpochReplay:
             rank_zero_info(f"Reading {batches} batches of the epoch again to find the place.")
         self._iterator, self._first_batch = began["iterator"], began["first_batch"]
         _random.restore(self._iterator)
-        iterator = _compat_loops.reopen(trainer)
+        iterator = loops.reopen(trainer)
         if self._first_batch is not None:
             _random.restore(self._first_batch)
         for _ in range(batches):
             next(iterator)
-        _compat_loops.forget_fetched(trainer)
+        loops.forget_fetched(trainer)
 
 
 def _needs_replay(trainer: Trainer) -> bool:
-    return any(not _compat_loops.is_stateful(loader) for loader in _compat_loops.train_loaders(trainer))
+    return any(not loops.is_stateful(loader) for loader in loops.train_loaders(trainer))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lit_pretrain.callbacks._compat_rewind import saves_every
+from lit_pretrain.callbacks._compat.rewind import saves_every
 from lit_pretrain.callbacks.clipping import GradientClipping
 from lit_pretrain.callbacks.run_checkpoint import RunCheckpoint
 from lit_pretrain.errors import ConfigError

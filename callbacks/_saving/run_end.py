@@ -7,7 +7,8 @@ from pathlib import Path
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lit_pretrain.callbacks import _compat, _compat_loops
+from lit_pretrain.callbacks import _compat
+from lit_pretrain.callbacks._compat import loops
 from lit_pretrain.callbacks.run_checkpoint import RunCheckpoint
 
 
@@ -25,7 +26,7 @@ class RunEnd:
     def stop(self, trainer: Trainer) -> None:
         """With the update in progress, also where ``min_steps`` or ``min_epochs`` are not reached: it would go on."""
         trainer.should_stop = True
-        self._minimum = _compat_loops.lift_minimum(trainer)
+        self._minimum = loops.lift_minimum(trainer)
 
     def save(self, trainer: Trainer) -> None:
         """In ``on_train_end``, if nobody saves the end: beside the checkpoints of Lightning's callback, where there are
@@ -40,5 +41,5 @@ class RunEnd:
 
     def close(self, trainer: Trainer) -> None:
         """Give the trainer its minimum back."""
-        _compat_loops.set_minimum(trainer, self._minimum)
+        loops.set_minimum(trainer, self._minimum)
         self._minimum = (None, None)

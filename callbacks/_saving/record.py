@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lit_pretrain.callbacks import _compat_loops
+from lit_pretrain.callbacks._compat import loops
 from lit_pretrain.plugins.checkpoint_dict import global_name
 
 KEY = "lit_pretrain"
@@ -38,7 +38,7 @@ def write_facts(trainer: Trainer, checkpoint: dict[str, Any], *, reason: str, mo
     """Say what the checkpoint is; the names are those of ``CheckpointFacts``."""
     write_names(trainer, checkpoint)
     exact = checkpoint.get(EXACT_KEY)
-    at = _compat_loops.place(trainer)
+    at = loops.place(trainer)
     checkpoint[KEY]["facts"] = {
         "global_step": checkpoint["global_step"],
         "microbatches_read": at.batches[0] if exact is None else exact["batches"],

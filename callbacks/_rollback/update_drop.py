@@ -10,8 +10,9 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_pretrain.callbacks import _compat_rewind, _random
-from lit_pretrain.callbacks._compat_rewind import LoggedValues, WeightClock
+from lit_pretrain.callbacks import _random
+from lit_pretrain.callbacks._compat import rewind
+from lit_pretrain.callbacks._compat.rewind import LoggedValues, WeightClock
 from lit_pretrain.callbacks.exact_resume import ExactResume
 
 
@@ -36,7 +37,7 @@ class UpdateDrop:
 
     def open_window(self, trainer: Trainer) -> None:
         """Note what a window's start looks like."""
-        self._clock, self._logged = _compat_rewind.read_clock(trainer), _compat_rewind.logged_values(trainer)
+        self._clock, self._logged = rewind.read_clock(trainer), rewind.logged_values(trainer)
         self.random = _random.capture()
         self._schedulers = [
             (deepcopy(c.scheduler.state_dict()), [deepcopy(g["lr"]) for g in c.scheduler.optimizer.param_groups])
@@ -63,8 +64,8 @@ class UpdateDrop:
         if not self._is_dropped or self._clock is None or self._logged is None:
             return None
         self._is_dropped = False
-        _compat_rewind.set_clock(trainer, self._clock)
-        _compat_rewind.restore_logged_values(trainer, self._logged)
+        rewind.set_clock(trainer, self._clock)
+        rewind.restore_logged_values(trainer, self._logged)
         for config, (state, rates) in zip(trainer.lr_scheduler_configs, self._schedulers, strict=True):
             config.scheduler.load_state_dict(state)
             for group, rate in zip(config.scheduler.optimizer.param_groups, rates, strict=True):
@@ -74,7 +75,7 @@ class UpdateDrop:
         for buffer, before in self._buffers:
             buffer.copy_(before)
         _random.restore(self.random)
-        _compat_rewind.skip_next_validation(trainer)
+        rewind.skip_next_validation(trainer)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ExactResume):
                 callback.rewind(windows=self._clock.windows)

@@ -8,9 +8,9 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lit_pretrain.callbacks._data_course import DataCourse
-from lit_pretrain.callbacks._rewind import Moment
-from lit_pretrain.callbacks._snapshot import Ring
+from lit_pretrain.callbacks._rollback.data_course import DataCourse
+from lit_pretrain.callbacks._rollback.moment import Moment
+from lit_pretrain.callbacks._rollback.snapshot import Ring
 from lit_pretrain.spikes import SnapshotPoint, Verdict
 
 

@@ -1,0 +1,1 @@
+"""How fast training goes: arithmetic, and what a device could do."""

@@ -1,0 +1,1 @@
+"""Parts of an exact resume; ``callbacks/exact_resume.py`` puts them together."""

@@ -1,0 +1,1 @@
+"""What goes back when a spike is taken back, and what decides it; ``callbacks/rollback.py`` puts it together."""

@@ -1,0 +1,1 @@
+"""Files of a run: which are written, which stay, and that every rank hears when one fails."""
