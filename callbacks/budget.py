@@ -28,6 +28,7 @@ from lit_pretrain.planning.laws import FLOPS_PER_PARAMETER, LAWS
 from lit_pretrain.specs import TokenAccounting
 
 _ENDLESS = 10**18  # tokens; a curve that has not yet learnt its end
+_LOSSES = ("val/loss", "val_loss", "train/loss", "train_loss", "loss")
 _TIME, _END = "budget: time is up", "budget: end in tokens"
 
 
@@ -58,7 +59,8 @@ class ChinchillaBudget(Callback):
         law: Predicts it: ``hoffmann`` or ``besiroglu``.
         count: Which parameters count: ``all``, or ``non_embedding``; the summary shows both.
         tokens_per_batch: As in ``RunCounters``, where the budget brings its own.
-        loss: The logged loss that the summary compares with the laws.
+        loss: The logged loss that the summary compares with the laws; None takes ``val/loss``, ``val_loss``,
+            ``train/loss``, ``train_loss`` or ``loss``, whichever is there first.
 
     Attributes:
         reason: Why it ended the run; None when it did not.
@@ -84,7 +86,7 @@ class ChinchillaBudget(Callback):
         law: str = "hoffmann",
         count: Literal["all", "non_embedding"] = "all",
         tokens_per_batch: TokensPerBatch = None,
-        loss: str = "val/loss",
+        loss: str | None = None,
     ) -> None:
         if count not in ("all", "non_embedding"):
             raise ConfigError(f"budget.count={count!r} is unknown; use all or non_embedding.")
@@ -303,9 +305,12 @@ class ChinchillaBudget(Callback):
                     logger.experiment.add_text("budget", lines, global_step=trainer.global_step)
 
     def _sum_up(self, trainer: Trainer) -> dict[str, Any]:
-        counters = self._counters
-        value = trainer.callback_metrics.get(self.loss)
-        loss = None if value is None or not math.isfinite(float(value)) else float(value)
+        counters, logged = self._counters, trainer.callback_metrics
+        names = _LOSSES if self.loss is None else (self.loss,)
+        name, loss = next(
+            ((name, float(logged[name])) for name in names if name in logged and math.isfinite(float(logged[name]))),
+            (None, None),
+        )
         tokens = max(1.0, counters.tokens)
         return {
             "reason": self.reason or "the trainer's own limit is reached",
@@ -322,6 +327,7 @@ class ChinchillaBudget(Callback):
             if self.budget.price_per_device_hour is None
             else self.budget.price_per_device_hour * counters.device_seconds / 3600.0,
             "loss": loss,
+            "loss_name": name,
             "predicted": {law.name: law.loss(parameters=self.parameters, tokens=tokens) for law in LAWS.values()},
         }
 
@@ -357,7 +363,8 @@ def describe(summary: dict[str, Any]) -> str:
     if summary["cost"] is not None:
         rows.append(("cost", f"{summary['cost']:.2f} for {summary['device_hours']:.2f} device hours"))
     loss = summary["loss"]
-    rows.append(("loss", "not known" if loss is None else f"{loss:.4f} nats per token"))
+    unknown = "not known; name what the module logs with loss=..."
+    rows.append((summary["loss_name"] or "loss", unknown if loss is None else f"{loss:.4f} nats per token"))
     for name, predicted in summary["predicted"].items():
         stands = "" if loss is None else f"; this run stands {loss - predicted:+.4f} to it, on other text"
         rows.append((name, f"{predicted:.4f} predicted{stands}"))

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lit_pretrain.callbacks import _compat, _random
 from lit_pretrain.callbacks._compat import loops, rewind
+from lit_pretrain.callbacks._compat.saying import say
 from lit_pretrain.callbacks._rollback import spike_report
-from lit_pretrain.callbacks._rollback.alarm import Alarm, AlarmTarget
+from lit_pretrain.callbacks._rollback.alarm import AlarmTarget
 from lit_pretrain.callbacks._rollback.data_course import DataCourse
 from lit_pretrain.callbacks._rollback.lowered_rate import LoweredRate
 from lit_pretrain.callbacks._rollback.moments import Moments
@@ -27,7 +27,6 @@ from lit_pretrain.callbacks._saving.run_end import RunEnd
 from lit_pretrain.callbacks.clipping import GradientClipping
 from lit_pretrain.callbacks.counters import RunCounters
 from lit_pretrain.callbacks.order import Order, move_to_place
-from lit_pretrain.callbacks.tensorboard import TensorBoardContinuation
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.spikes import Decision, RollbackPolicy, SkipLedger, SpikeDetector, SpikeRule
 
@@ -102,10 +101,9 @@ class LossSpikeRollback(Callback):
         self._watch = SpikeWatch(
             detector if isinstance(detector, SpikeDetector) else SpikeDetector(detector), monitor=monitor
         )
-        self._alarm = Alarm(alarm)
+        self._reports = spike_report.SpikeReports(alarm)
         self._course = DataCourse(None if ledger is None else Path(ledger))
         self._disk = None if disk is None else Path(disk)
-        self._curves = TensorBoardContinuation()
         self._end = RunEnd("rollback")
         self._updates = 0  # applied
         self._is_resumed = False
@@ -120,7 +118,6 @@ class LossSpikeRollback(Callback):
         self._applied = False  # the optimizer has changed the weights in this window
         self._random: _random.State | None = None  # to be restored before the next window
         self._windows: int | None = None  # under which the next update is logged, after going back
-        self._to_log: list[tuple[Seen, str]] = []
 
     @property
     def ledger(self) -> SkipLedger:
@@ -150,7 +147,7 @@ class LossSpikeRollback(Callback):
         check_owners(trainer, self, mode=self.mode)
         self._clipping = next((c for c in trainer.callbacks if isinstance(c, GradientClipping)), None)  # type: ignore[attr-defined]
         move_to_place(trainer, self)
-        self._curves = spike_report.continuation(trainer)
+        self._reports.setup(trainer)
         self._watch.detector.reset()
         self._course.forget()
         self.stop_reason = None
@@ -159,8 +156,7 @@ class LossSpikeRollback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the ledger; listen to optimizers and batches."""
         self._watch.start(trainer)
-        if self._curves not in trainer.callbacks:  # type: ignore[attr-defined]
-            self._curves.on_train_start(trainer, pl_module)
+        self._reports.start(trainer)
         if not self._is_resumed:
             self._updates = trainer.global_step
         self._course.start(trainer, is_resumed=self._is_resumed)
@@ -203,18 +199,12 @@ class LossSpikeRollback(Callback):
         self._tell(trainer)
 
     def _tell(self, trainer: Trainer) -> None:
-        """Turn the loggers back, and name the spike there."""
         windows, self._windows = self._windows, None
-        if windows is not None:
-            loops.set_windows_closed(trainer, windows)
-            self._curves.restart(trainer, step=windows)
-        for seen, text in self._to_log:
-            spike_report.log(trainer, seen, rollbacks=self.rollbacks, text=text)
-        self._to_log = []
+        self._reports.log(trainer, windows=windows, rollbacks=self.rollbacks)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Where a window begins, take a snapshot if it is time."""
-        self._watch.note_batch(batch)
+        self._watch.note_batch(batch, number=loops.batches_ready(trainer) - 1)
         if self._course.is_open:
             return
         self._course.is_open = True
@@ -308,7 +298,7 @@ class LossSpikeRollback(Callback):
         details = spike_report.origins(trainer, self._watch.indices(seen.verdict.step))
         moments = self._moments
         if moments is None:
-            self._announce(trainer, seen, details, action="nothing is done about it (mode=warn)")
+            self._reports.announce(trainer, seen, details, action="nothing is done about it (mode=warn)")
             return
         decision = self.policy.roll_back(
             self.ledger,
@@ -326,7 +316,7 @@ class LossSpikeRollback(Callback):
             self._watch.rewind(moment.detector)
             self._updates = moment.point.step
             self._random, self._windows = moment.snapshot.random, moment.clock.windows
-        self._announce(trainer, seen, details, action=spike_report.action(decision))
+        self._reports.announce(trainer, seen, details, action=spike_report.action(decision))
         self._stop_if(trainer, decision)
 
     def _act_by_dropping(self, trainer: Trainer, seen: Seen) -> None:
@@ -340,14 +330,8 @@ class LossSpikeRollback(Callback):
         )
         if decision.skip is not None:
             self._course.enter(trainer, replace(decision.skip, details=details))
-        self._announce(trainer, seen, details, action=spike_report.action(decision))
+        self._reports.announce(trainer, seen, details, action=spike_report.action(decision))
         self._stop_if(trainer, decision)
-
-    def _announce(self, trainer: Trainer, seen: Seen, details: dict[str, Any], *, action: str) -> None:
-        self._to_log.append((seen, spike_report.as_text(details, reason=seen.verdict.reason, action=action)))
-        rank_zero_warn(f"Spike: {seen.verdict.reason} {action[:1].upper()}{action[1:]}.")
-        if trainer.is_global_zero:
-            self._alarm(spike_report.facts(seen, action=action, details=details))
 
     def _stop_if(self, trainer: Trainer, decision: Decision) -> None:
         if decision.stop is not None:
@@ -379,7 +363,7 @@ class LossSpikeRollback(Callback):
         """Say the last word to the loggers; save, if nobody else does; give the memory back."""
         self._tell(trainer)
         if self.stop_reason is not None:
-            rank_zero_warn(f"LossSpikeRollback has ended the run: {self.stop_reason}")
+            say(f"LossSpikeRollback has ended the run: {self.stop_reason}")
             self._end.save(trainer)
         self._watch.close()
         self._close(trainer)
@@ -399,4 +383,4 @@ class LossSpikeRollback(Callback):
             self._moments.close()
             self._moments = None
         rewind.stop_listening(trainer)
-        self._alarm.close()
+        self._reports.close()

@@ -57,11 +57,10 @@ class SpikeWatch:
         self._loss, self._batch = None, []
         self._batches.clear()
 
-    def note_batch(self, batch: Any) -> None:
-        """Remember what a microbatch calls itself: its ``index``."""
+    def note_batch(self, batch: Any, *, number: int) -> None:
+        """Remember what a microbatch calls itself, its ``index``; ``number`` where it has no name."""
         index = batch.get("index") if isinstance(batch, Mapping) else None
-        if index is not None:
-            self._batch.append(index)
+        self._batch.append(number if index is None else index)
 
     def add(self, loss: Any) -> None:
         """Add a microbatch's share of the loss."""
@@ -127,7 +126,7 @@ class SpikeWatch:
         return seen
 
     def indices(self, update: int) -> list[int]:
-        """What the batches of an update called themselves."""
+        """The batches of an update, by the names that they were noted under."""
         for known, batch in reversed(self._batches):  # an update may have been made before, and taken back
             if known == update:
                 return [int(i) for index in batch for i in torch.as_tensor(index).flatten().tolist()]

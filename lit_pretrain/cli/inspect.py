@@ -32,6 +32,7 @@ FORMATS = ("text", "json")
 SHOWN = {"val/loss": "nats per token", "val/perplexity": "", "val/bits_per_byte": "", "train/loss": "nats per token"}
 """Metrics and their units, in the order in which they are printed."""
 UNKNOWN = "not known"
+_OURS = (launch.RESOLVED, launch.RESULT, "errors", "failure.json", ".hydra")
 
 
 def prepare_arguments(argv: Sequence[str]) -> list[str]:
@@ -73,8 +74,10 @@ def describe(run_dir: Path, *, verify: bool, as_json: bool = False) -> str:
             return _several(run_dir, as_json=as_json)
         if not run_dir.is_dir() or not _is_a_run(run_dir):
             raise
-        damage = str(e)
+        damage = "" if _is_foreign(run_dir) else str(e)
     state, outlook = read_state(run_dir), look(config)
+    if not config and not damage:
+        state = replace(state, sentence="not begun by lit-pretrain; what our callbacks left of it:")
     facts = tuple(_verified(c) for c in state.checkpoints) if verify else state.checkpoints
     if as_json:
         return _json(run_dir, config, state, facts)
@@ -87,8 +90,14 @@ def describe(run_dir: Path, *, verify: bool, as_json: bool = False) -> str:
 
 
 def _is_a_run(run_dir: Path) -> bool:
-    names = (launch.RESOLVED, launch.RESULT, checkpoints.FOLDER, "errors", "failure.json", "tensorboard", ".hydra")
+    names = (*_OURS, checkpoints.FOLDER, spikes_seen.FILE, "tensorboard")
     return any((run_dir / name).exists() for name in names)
+
+
+def _is_foreign(run_dir: Path) -> bool:
+    """Whether another program than ours began the run: its callbacks left something, our command line did not."""
+    left = bool(checkpoints.listed(run_dir / checkpoints.FOLDER)) or (run_dir / spikes_seen.FILE).exists()
+    return left and not any((run_dir / name).exists() for name in _OURS)
 
 
 def _run(run_dir: Path, config: Mapping[str, Any], outlook: Outlook, state: RunState, notes: Sequence[str]) -> Section:
@@ -229,6 +238,8 @@ def _next(
             rows.append(("go on", resume.again(words, run_dir, config.get("output_root", "outputs"))))
         elif words is not None:
             rows.append(("again", _command(run_dir)))
+    if usable and not config and _is_foreign(run_dir):
+        rows.append(("go on", f'trainer.fit(..., ckpt_path="{usable[-1].path}")'))
     return rows or [("", "nothing: neither curves nor a checkpoint that can be read")]
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
+from lit_pretrain.spikes import LedgerFile
+
 
 def load(repository: Path, name: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, repository / "examples" / f"{name}.py")
@@ -26,6 +28,10 @@ def test_a_regression_survives_its_damaged_rows(repository: Path, tmp_path: Path
     alone = example.train(with_callbacks=False, folder=str(tmp_path / "alone"))
     assert helped["rollbacks"] >= 5  # at least one in each epoch
     assert helped["val_loss"] < 0.05 < 1.0 < alone["val_loss"]
+    spikes = LedgerFile(tmp_path / "helped" / "spikes.jsonl").read().entries
+    (named,) = zip(*(entry.details["batches"] for entry in spikes), strict=True)  # one batch is one update
+    assert {batch % 100 for batch in named} <= {60, 61, 62}  # those that are damaged, of 100 in an epoch
+    assert {batch // 100 for batch in named} == set(range(5))
 
 
 def test_its_module_is_an_ordinary_one(repository: Path) -> None:

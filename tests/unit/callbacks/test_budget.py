@@ -41,6 +41,17 @@ class Line(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Logs(pl.Callback):
+    """Figures that a project logs under names of its own."""
+
+    def __init__(self, **values: float) -> None:
+        self.values = values
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for name, value in self.values.items():
+            pl_module.log(name, value)
+
+
 class Rates(pl.Callback):
     def __init__(self) -> None:
         self.seen: list[float] = []
@@ -171,6 +182,33 @@ def test_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     said = capsys.readouterr().out
     assert "12 all, 2 non-embedding" in said
     assert "budget.ratio" in said
+
+
+@pytest.mark.parametrize(
+    ("logged", "loss", "expected"),
+    [
+        ({"train_loss": 3.0, "val_loss": 4.0}, None, ("val_loss", 4.0)),
+        ({"train_loss": 3.0, "mine": 2.0}, None, ("train_loss", 3.0)),
+        ({"train_loss": 3.0, "mine": 2.0}, "mine", ("mine", 2.0)),
+        ({"train_loss": 3.0}, "mine", (None, None)),
+        ({"val_loss": float("nan"), "loss": 1.0}, None, ("loss", 1.0)),
+    ],
+)
+def test_the_loss_of_a_summary_is_the_one_that_is_logged(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    logged: dict[str, float],
+    loss: str | None,
+    expected: tuple[str | None, float | None],
+) -> None:
+    budget = ChinchillaBudget(None, max_tokens=20, tokens_per_batch=TOKENS, loss=loss)
+    fit(tmp_path, budget, Logs(**logged))
+    assert (budget.summary["loss_name"], budget.summary["loss"]) == expected
+    said = capsys.readouterr().out
+    if expected[0] is None:
+        assert "not known; name what the module logs with loss=" in said
+    else:
+        assert f"  {expected[0]:<24}{expected[1]:.4f} nats per token" in said
 
 
 def test_a_resumed_run_ends_at_the_same_update(tmp_path: Path) -> None:
