@@ -41,7 +41,7 @@ test: check  ## Checks and the fast tests
 
 test-slow: $(STAMP)  ## Whole runs and large matrices
 	@echo "==> Slow tests"
-	@$(TEST) -m "slow and not gpu"
+	@$(TEST) -n $(JOBS) --dist worksteal -m "slow and not gpu"
 
 test-gpu: $(STAMP)  ## Tests that need a CUDA device
 	@echo "==> Tests on a GPU"
