@@ -40,6 +40,7 @@ def test_gpt_on_two_ranks_the_other_half(ranks):
     check(ranks, 2, cases)
 
 
+@pytest.mark.slow
 def test_gpt_with_data_and_with_tensor_parallelism(ranks):
     pp = {"pipeline_parallel_size": 2}
     check(

@@ -33,7 +33,9 @@ def compare(ranks, size, cases):
     return outputs
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "tied", [pytest.param(True, id="tied", marks=pytest.mark.slow), pytest.param(False, id="untied")]
+)
 def test_two_ranks_every_schedule_with_accumulation_documents_and_uneven_layers(ranks, tied):
     cases = [
         Case(schedule=name, tied=tied, accumulation=accumulation, layers=5, documents=True, llama=not tied)
@@ -43,6 +45,7 @@ def test_two_ranks_every_schedule_with_accumulation_documents_and_uneven_layers(
     compare(ranks, 2, cases)
 
 
+@pytest.mark.slow
 def test_three_ranks_eight_layers_every_schedule(ranks):
     cases = [Case(schedule=name, tied=name != "1f1b", microbatches=8, layers=8) for name in SCHEDULES]
     compare(ranks, 3, [*cases, Case(schedule="1f1b", layers=8, microbatches=4, cut=(4, 4, 0), accumulation=3)])

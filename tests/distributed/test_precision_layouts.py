@@ -64,7 +64,7 @@ def check(results: list[dict[str, Any]], kind: str, updates: int) -> None:
         assert max(to_single) <= 1, name
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_two_ranks(ranks: Any, kind: str) -> None:
     results = ranks(2, several, TWO, kind, 6, 2, {})
     check(results, kind, 6)
@@ -114,7 +114,7 @@ def test_an_overflow_on_one_rank_skips_everywhere_once(ranks: Any, world: int) -
             assert found["losses"] == results[0][name]["losses"], name
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_settings_of_the_plugin_under_every_layout(ranks: Any, kind: str) -> None:
     """Parts in float32, reductions in 16 bits, accumulation, clipping: still near the same settings on one process."""
     settings = {

@@ -169,6 +169,7 @@ def test_the_server_keeps_to_one_thread(ranks):
     assert ranks.hello["num_threads"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_server_ends_with_the_tests(tmp_path, repository):
     """Even when the test process is killed in the middle of a call."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"strategy": "tp2", "replicas": 1},
     "pp2": {"strategy": "pp2", "replicas": 1, "model": {"dropout": 0.0}},
 }
-SLOW = ("zero1",)
+QUICK = {("ddp", "poison"), ("ddp", "damage"), ("zero3", "poison"), ("pp2", "poison")}  # the others are slow tests
 FAULTS: dict[str, dict[str, Any]] = {
     "poison": {"poison": [12, 13]},
     "not a number": {"poison": [13], "scale": float("nan")},
@@ -36,8 +37,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("fault", [pytest.param(f, marks=[pytest.mark.slow] if "not" in f else []) for f in FAULTS])
-@pytest.mark.parametrize("layout", [pytest.param(x, marks=[pytest.mark.slow] if x in SLOW else []) for x in LAYOUTS])
+@pytest.mark.parametrize(
+    ("layout", "fault"),
+    [
+        pytest.param(x, f, marks=[] if (x, f) in QUICK else [pytest.mark.slow])
+        for x, f in itertools.product(LAYOUTS, FAULTS)
+    ],
+)
 def test_two_ranks(root: str, tmp_path: Path, ranks: Any, layout: str, fault: str) -> None:
     shape = LAYOUTS[layout]
     got = ranks(2, train, root, str(tmp_path / "rolled"), shape | FAULTS[fault] | {"rollback": {}})
@@ -51,7 +57,8 @@ def test_two_ranks(root: str, tmp_path: Path, ranks: Any, layout: str, fault: st
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "precision"), [("ddp", "fp16"), ("zero3", "fp16"), ("tp2", "fp16"), ("pp2", "fp16"), ("zero3", "bf16")]
+    ("layout", "precision"),
+    [("ddp", "fp16"), ("zero3", "fp16"), ("tp2", "fp16"), ("pp2", "fp16"), ("zero3", "bf16"), ("pp2", "bf16")],
 )
 def test_masters_and_scaler_go_back(root: str, tmp_path: Path, ranks: Any, layout: str, precision: str) -> None:
     """Two of three overflows are outside the stretch that is left out, and the scaler of each rank knows of two."""

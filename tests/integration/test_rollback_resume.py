@@ -21,6 +21,7 @@ BLOWS = {
     "after it": ("on_before_optimizer_step", 17),
     "when all of it is saved": ("on_train_batch_start", 37),
 }
+SLOW = ("after it", "when all of it is saved")
 COMPARED = (*spiking.DECIDED, "read", "ledger", "entries", "rollbacks")
 
 
@@ -52,7 +53,9 @@ def ends_alike(root: str, folder: Path, ranks: Any, blows: list[Any], world: int
     return got[0]
 
 
-@pytest.mark.parametrize("blow", BLOWS.values(), ids=BLOWS)
+@pytest.mark.parametrize(
+    "blow", [pytest.param(b, id=n, marks=[pytest.mark.slow] if n in SLOW else []) for n, b in BLOWS.items()]
+)
 def test_one_kill(root: str, tmp_path: Path, ranks: Any, blow: tuple[str, int]) -> None:
     ends_alike(root, tmp_path, ranks, [blow])
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import os
@@ -227,6 +228,8 @@ def serve(client: Connection) -> None:
     """Answer requests until the test process is gone."""
     for module in WARM:
         importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # no rank walks through, and so copies, what all of them share
     num_threads = _num_threads()
     client.send_bytes(pickle.dumps({"pid": os.getpid(), "num_threads": num_threads}))
     while True:

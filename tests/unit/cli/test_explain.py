@@ -210,6 +210,7 @@ def leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from leaves(value, (*path, key))
 
 
+@pytest.mark.slow
 def test_no_value_anywhere_stops_it(shards: list[str], tmp_path: Path) -> None:
     """Every setting, one at a time, missing or of a kind that it should not be."""
     config = tiny.composed(tmp_path, [*shards, *tiny.SHRINK, "strategy=ddp"])

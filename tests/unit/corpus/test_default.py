@@ -151,7 +151,9 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[] if k in ("ids", "manifest") else [pytest.mark.slow]) for k in DAMAGES]
+)
 def test_a_damaged_cache_is_set_aside_and_made_anew(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
