@@ -16,7 +16,7 @@ from lit_pretrain import units
 from lit_pretrain.callbacks import _compat
 from lit_pretrain.callbacks._agreement import Agreement
 from lit_pretrain.callbacks._compat import loops
-from lit_pretrain.callbacks._measuring.tokens import TokensPerBatch
+from lit_pretrain.callbacks._measuring.tokens import TokensPerBatch, check_tokens_per_batch
 from lit_pretrain.callbacks._saving.run_end import RunEnd
 from lit_pretrain.callbacks.counters import RunCounters
 from lit_pretrain.callbacks.learning_rate import LearningRateSchedule
@@ -100,6 +100,7 @@ class ChinchillaBudget(Callback):
             min_gain=min_gain,
             law=law,
         )
+        check_tokens_per_batch(tokens_per_batch, owner="budget")
         self.count = count
         self.tokens_per_batch = tokens_per_batch
         self.loss = loss
@@ -121,6 +122,10 @@ class ChinchillaBudget(Callback):
         if stage != "fit":
             return
         self._parameters = count_parameters(pl_module)
+        if self.parameters == 0:
+            raise ConfigError(
+                f"budget.count={self.count} counts no trained parameter of this module; unfreeze some, or count all."
+            )
         self.reason, self.summary, self._end = None, {}, 0
         found = [c for c in trainer.callbacks if isinstance(c, RunCounters)]  # type: ignore[attr-defined]
         if not found:

@@ -169,6 +169,11 @@ class ExactResume(Callback):
         self._validated, self._before_validation = True, None
 
     @property
+    def random_owed(self) -> _random.State | None:
+        """The checkpoint's random state of this rank, until the next step begins with it; None at other times."""
+        return self._to_restore
+
+    @property
     def resumed_at(self) -> int | None:
         """The step under which a resumed run logs its next update; None for a run that began in this process."""
         return None if self._restored is None else int(self._restored["windows"])
@@ -285,8 +290,7 @@ class ExactResume(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Close the window after its last batch."""
-        due = trainer.should_stop or loops.validation_is_due(trainer)
-        self._before_validation = _random.capture() if due else None
+        self._before_validation = _random.capture()  # a callback behind this one may end the run, which validates
         if _compat.accumulates(trainer):
             return
         self._open = self._stepped = self._validated = False

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -26,6 +27,7 @@ from lit_pretrain.callbacks._rollback.update_drop import UpdateDrop
 from lit_pretrain.callbacks._saving.run_end import RunEnd
 from lit_pretrain.callbacks.clipping import GradientClipping
 from lit_pretrain.callbacks.counters import RunCounters
+from lit_pretrain.callbacks.exact_resume import ExactResume
 from lit_pretrain.callbacks.order import Order, move_to_place
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.spikes import Decision, RollbackPolicy, SkipLedger, SpikeDetector, SpikeRule
@@ -93,6 +95,10 @@ class LossSpikeRollback(Callback):
         for name, value in (("every_n_steps", every_n_steps), ("keep", keep)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"rollback.{name}={value!r} must be a whole number of at least 1.")
+        if policy is not None and not isinstance(policy, RollbackPolicy):
+            raise ConfigError(f"rollback.policy={policy!r} must be a RollbackPolicy, or null for the default one.")
+        if ledger is not None and Path(ledger).is_dir():
+            raise ConfigError(f"rollback.ledger={str(ledger)!r} is a folder; name a file, such as spikes.jsonl in it.")
         self.mode = mode
         self.policy = policy if policy is not None else RollbackPolicy()
         self.every_n_steps = every_n_steps
@@ -188,7 +194,8 @@ class LossSpikeRollback(Callback):
             if isinstance(callback, RunCounters):
                 callback.leave_out(trainer, batch)
         if self._random is None:
-            self._random = _random.capture()  # what is left out draws no random numbers
+            resumed = next((c.random_owed for c in trainer.callbacks if isinstance(c, ExactResume)), None)  # type: ignore[attr-defined]
+            self._random = resumed or _random.capture()  # what is left out draws no random numbers
         self._course.left_out(window_goes_on=_compat.accumulates(trainer))
 
     def _fetched(self, trainer: Trainer) -> None:
@@ -279,7 +286,7 @@ class LossSpikeRollback(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """No validation on weights that were not judged."""
-        if not trainer.sanity_checking:
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self.before_save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -14,9 +14,13 @@ TokensPerBatch = int | Callable[[Any], int] | None
 
 
 def check_tokens_per_batch(setting: TokensPerBatch, *, owner: str) -> None:
-    """Refuse numbers below 1."""
-    if setting is not None and not callable(setting) and setting < 1:
-        raise ConfigError(f"{owner}.tokens_per_batch={setting} must be at least 1, or a function of the batch.")
+    """Refuse what is neither a whole number of at least 1 nor a function."""
+    if setting is None or callable(setting):
+        return
+    if isinstance(setting, bool) or not isinstance(setting, int) or setting < 1:
+        raise ConfigError(
+            f"{owner}.tokens_per_batch={setting!r} must be a whole number of at least 1, or a function of the batch."
+        )
 
 
 def tokens_in(batch: Any, trainer: Trainer, setting: TokensPerBatch) -> float | None:

@@ -252,3 +252,16 @@ def test_a_budget_counts_what_survived(root: str, tmp_path: Path) -> None:
     assert got["rollbacks"] == 1
     assert (got["updates"], got["tokens"], got["read"]) == (15, 960, 17 * 64)
     assert budget.reason == "budget.max_tokens is reached with 960 tokens"
+
+
+@pytest.mark.parametrize("first", [11, 12])
+def test_a_budget_that_ends_a_run_takes_no_random_numbers(root: str, tmp_path: Path, first: int) -> None:
+    """A run that goes on under a larger budget is one that had it from the start; validation is due at 12 anyway."""
+
+    def run(folder: str, updates: int) -> dict[str, Any]:
+        budget = ChinchillaBudget(None, max_tokens=64 * updates)
+        return spiking.run(root, str(tmp_path / folder), scheduled=True, extra=[budget])
+
+    whole = run("whole", 14)
+    run("stopped", first)
+    assert differing(run("stopped", 14), whole) == []

@@ -60,6 +60,13 @@ def test_one_kill(root: str, tmp_path: Path, ranks: Any, blow: tuple[str, int]) 
     ends_alike(root, tmp_path, ranks, [blow])
 
 
+@pytest.mark.parametrize("poison", [8, 9])
+def test_a_jump_over_an_epochs_end_made_again(root: str, tmp_path: Path, ranks: Any, poison: int) -> None:
+    """From the checkpoint that stands right before the jump: its random state is the one to go on with."""
+    settings = {"poison": [poison], "save_every": 8, "max_steps": 14}
+    ends_alike(root, tmp_path, ranks, [("on_train_batch_start", 25)], **settings)
+
+
 @pytest.mark.parametrize("moment", ["before the ledger", "the ledger is written"])
 def test_killed_in_a_rollback(root: str, tmp_path: Path, ranks: Any, moment: str) -> None:
     ends_alike(root, tmp_path, ranks, [moment])

@@ -293,6 +293,9 @@ def test_a_budget_ends_before_the_trainer_s_minimum(tmp_path: Path) -> None:
         ({"ratio": None, "max_cost": 3.0}, "needs budget.price_per_device_hour"),
         ({"law": "mine"}, "law='mine' is unknown"),
         ({"count": "some"}, "count='some' is unknown"),
+        ({"tokens_per_batch": -1}, r"budget\.tokens_per_batch=-1 must be a whole number of at least 1"),
+        ({"tokens_per_batch": float("nan")}, r"budget\.tokens_per_batch=nan must be a whole number"),
+        ({"tokens_per_batch": "3"}, r"budget\.tokens_per_batch='3' must be a whole number"),
     ],
 )
 def test_impossible_settings(settings: dict[str, Any], message: str) -> None:
@@ -305,3 +308,14 @@ def test_nobody_counts_tokens(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"budget\.tokens_per_batch"):
         fit(tmp_path, ChinchillaBudget(), rates)
     assert not rates.seen  # no update was made
+
+
+def test_nothing_is_trained(tmp_path: Path) -> None:
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        logger=False,
+        default_root_dir=tmp_path,
+        callbacks=[ChinchillaBudget(tokens_per_batch=TOKENS)],
+    )
+    with pytest.raises(ConfigError, match=r"budget\.count=all counts no trained parameter"):
+        trainer.fit(Line().requires_grad_(False), torch.utils.data.DataLoader(torch.arange(4) % 10))
