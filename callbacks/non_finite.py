@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lit_pretrain.callbacks import _compat
+from lit_pretrain.callbacks._compat import loops
 from lit_pretrain.callbacks._lagging import LaggingMean
 from lit_pretrain.callbacks.clipping import GradientClipping
 from lit_pretrain.callbacks.order import Order
@@ -70,8 +71,8 @@ class NonFiniteGuard(Callback):
     ) -> None:
         if action not in ("stop", "report"):
             raise ConfigError(f"non_finite.action={action!r} is unknown; use stop or report.")
-        if max_reports < 1:
-            raise ConfigError(f"non_finite.max_reports={max_reports} must be at least 1.")
+        if isinstance(max_reports, bool) or not isinstance(max_reports, int) or max_reports < 1:
+            raise ConfigError(f"non_finite.max_reports={max_reports!r} must be a whole number of at least 1.")
         self.action = action
         self.activations = activations
         self.max_reports = max_reports
@@ -117,9 +118,9 @@ class NonFiniteGuard(Callback):
         return listen
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Remember what the batch calls itself."""
-        if isinstance(batch, Mapping) and "index" in batch:
-            self._batches.append(batch["index"])
+        """Remember what the batch calls itself, its ``index``; without one, the count of batches read, from 0."""
+        index = batch.get("index") if isinstance(batch, Mapping) else None
+        self._batches.append(loops.batches_ready(trainer) - 1 if index is None else index)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Keep the loss of this rank."""

@@ -48,8 +48,10 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def fit(module: Net, guard: Any, *others: Any) -> None:
+def fit(module: Net, guard: Any, *others: Any, named: bool = True) -> None:
     batches = [{"x": torch.randn(4, 3, generator=torch.Generator().manual_seed(i)), "index": i} for i in range(8)]
+    if not named:
+        batches = [{"x": batch["x"]} for batch in batches]
     pl.Trainer(
         accelerator="cpu",
         max_epochs=1,
@@ -74,6 +76,11 @@ def test_an_activation_is_placed_by_the_first_layer_that_puts_it_out() -> None:
         fit(Net(at=3, how="activation"), NonFiniteGuard(activations=True))
 
 
+def test_batches_without_a_name_are_counted() -> None:
+    with pytest.raises(FloatingPointError, match=r"rank 0 \(batches \[3\]\); on rank 0 the first layer .* is second"):
+        fit(Net(at=3, how="activation"), NonFiniteGuard(activations=True), named=False)
+
+
 def test_a_report_lets_the_run_go_on(recwarn: pytest.WarningsRecorder) -> None:
     guard = NonFiniteGuard(action="report", max_reports=2)
     fit(Net(at=3, how="backward"), guard)
@@ -93,7 +100,7 @@ def test_clipping_may_not_decide_too() -> None:
         fit(Net(at=99, how="none"), NonFiniteGuard(), GradientClipping(1.0))
 
 
-@pytest.mark.parametrize(("name", "value"), [("action", "look"), ("max_reports", 0)])
+@pytest.mark.parametrize(("name", "value"), [("action", "look"), ("max_reports", 0), ("max_reports", 1.5)])
 def test_impossible_settings(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"non_finite\.{name}={value!r}"):
         NonFiniteGuard(**{name: value})
