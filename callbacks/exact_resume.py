@@ -168,6 +168,10 @@ class ExactResume(Callback):
             self._start = replace(self._start, windows=windows - 1)
         self._validated, self._before_validation = True, None
 
+    def note_iterator(self) -> None:
+        """Somebody has set the random state from which this epoch's iterator is made next."""
+        self._replay.iterator_starts()
+
     @property
     def random_owed(self) -> _random.State | None:
         """The checkpoint's random state of this rank, until the next step begins with it; None at other times."""

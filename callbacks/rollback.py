@@ -19,6 +19,7 @@ from lit_pretrain.callbacks._compat.saying import say
 from lit_pretrain.callbacks._rollback import spike_report
 from lit_pretrain.callbacks._rollback.alarm import AlarmTarget
 from lit_pretrain.callbacks._rollback.data_course import DataCourse
+from lit_pretrain.callbacks._rollback.fetches import Fetches
 from lit_pretrain.callbacks._rollback.lowered_rate import LoweredRate
 from lit_pretrain.callbacks._rollback.moments import Moments
 from lit_pretrain.callbacks._rollback.owners import check_owners, save_is_due
@@ -26,8 +27,6 @@ from lit_pretrain.callbacks._rollback.spike_watch import Seen, SpikeWatch
 from lit_pretrain.callbacks._rollback.update_drop import UpdateDrop
 from lit_pretrain.callbacks._saving.run_end import RunEnd
 from lit_pretrain.callbacks.clipping import GradientClipping
-from lit_pretrain.callbacks.counters import RunCounters
-from lit_pretrain.callbacks.exact_resume import ExactResume
 from lit_pretrain.callbacks.order import Order, move_to_place
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.spikes import Decision, RollbackPolicy, SkipLedger, SpikeDetector, SpikeRule
@@ -122,7 +121,7 @@ class LossSpikeRollback(Callback):
         self._rate: LoweredRate | None = None
         self._clipping: GradientClipping | None = None
         self._applied = False  # the optimizer has changed the weights in this window
-        self._random: _random.State | None = None  # to be restored before the next window
+        self._fetches: Fetches | None = None
         self._windows: int | None = None  # under which the next update is logged, after going back
 
     @property
@@ -175,35 +174,13 @@ class LossSpikeRollback(Callback):
             self._moments = Moments(every_n_steps=self.every_n_steps, keep=self.keep, path=folder)
         elif self.mode == "skip":
             self._drop = UpdateDrop()
-        self._listen(trainer)
+        self._fetches = Fetches(trainer, self._course, fetched=lambda: self._tell(trainer))
+        self._fetches.listen()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Listen to this epoch's batches; the loaders may be others."""
-        self._listen(trainer)
-
-    def _listen(self, trainer: Trainer) -> None:
-        rewind.listen_to_fetches(
-            trainer,
-            leave_out=self._course.leaves_out,
-            left_out=lambda batch: self._left_out(trainer, batch),
-            fetched=lambda: self._fetched(trainer),
-        )
-
-    def _left_out(self, trainer: Trainer, batch: Any) -> None:
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, RunCounters):
-                callback.leave_out(trainer, batch)
-        if self._random is None:
-            resumed = next((c.random_owed for c in trainer.callbacks if isinstance(c, ExactResume)), None)  # type: ignore[attr-defined]
-            self._random = resumed or _random.capture()  # what is left out draws no random numbers
-        self._course.left_out(window_goes_on=_compat.accumulates(trainer))
-
-    def _fetched(self, trainer: Trainer) -> None:
-        """Before any hook of the next batch."""
-        if self._random is not None:
-            _random.restore(self._random)
-            self._random = None
-        self._tell(trainer)
+        if self._fetches is not None:
+            self._fetches.listen()
 
     def _tell(self, trainer: Trainer) -> None:
         windows, self._windows = self._windows, None
@@ -254,7 +231,8 @@ class LossSpikeRollback(Callback):
             self._watch.drop_window()
             if self._drop is not None:
                 self._windows = self._drop.take_back(trainer)
-                self._random = None if self._windows is None else self._drop.random
+                if self._windows is not None:
+                    self._went_back(self._drop.random, epoch=trainer.current_epoch)
             return
         self._updates += 1
         if self.mode == "skip":
@@ -322,9 +300,15 @@ class LossSpikeRollback(Callback):
             moment = moments.go_back(trainer, decision.restore)
             self._watch.rewind(moment.detector)
             self._updates = moment.point.step
-            self._random, self._windows = moment.snapshot.random, moment.clock.windows
+            self._windows = moment.clock.windows
+            self._went_back(moment.snapshot.random, epoch=moment.epoch)
         self._reports.announce(trainer, seen, details, action=spike_report.action(decision))
         self._stop_if(trainer, decision)
+
+    def _went_back(self, random: _random.State, *, epoch: int) -> None:
+        assert self._fetches is not None
+        self._fetches.owe(random)
+        self._fetches.went_back(epoch=epoch)
 
     def _act_by_dropping(self, trainer: Trainer, seen: Seen) -> None:
         details = spike_report.origins(trainer, self._watch.indices(seen.verdict.step))

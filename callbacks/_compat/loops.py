@@ -247,13 +247,18 @@ def knows_its_length(trainer: Trainer) -> bool:
     return fetcher is not None and fetcher.length is not None
 
 
-def reopen(trainer: Trainer) -> Iterator[Any]:
-    """Start the epoch's iterator anew, as Lightning does at each epoch's start, and give access to its batches."""
+def reopen(trainer: Trainer, *, epoch: int | None = None) -> Iterator[Any]:
+    """Start an epoch's iterator anew, as Lightning does at each epoch's start, and give access to its batches.
+
+    Args:
+        trainer: With its loaders made.
+        epoch: Told to samplers; None for the one that is running.
+    """
     fetcher = trainer.fit_loop._data_fetcher
     assert fetcher is not None
     progress: Any = trainer.fit_loop.epoch_progress.current
     for loader in train_loaders(trainer):
-        _set_sampler_epoch(loader, progress.processed)
+        _set_sampler_epoch(loader, progress.processed if epoch is None else epoch)
     return iter(fetcher)
 
 

@@ -6,9 +6,8 @@ training takes batches from. Can go when the trainer can be set back to an earli
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -150,19 +149,47 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 # Batches
 
 
-def listen_to_fetches(
-    trainer: Trainer, *, leave_out: Callable[[], bool], left_out: Callable[[Any], None], fetched: Callable[[], None]
-) -> None:
-    """Be asked before training takes a batch, and be told after; call it at the start of every epoch.
+class FetchListener(Protocol):
+    """Is asked before training takes a batch, and told after."""
+
+    def leaves_out(self) -> bool:
+        """Whether the next microbatch is to be read and forgotten."""
+        ...
+
+    def left_out(self, batch: Any) -> None:
+        """Such a microbatch was read; Lightning's counts hold it."""
+        ...
+
+    def left_out_to_the_end(self) -> None:
+        """The epoch is over, and its last microbatch was left out."""
+        ...
+
+    def fetched(self) -> None:
+        """A microbatch that will be trained on was read; no hook has seen it."""
+        ...
+
+    def before_iterator(self) -> None:
+        """An epoch's iterator is made next."""
+        ...
+
+    def before_order(self) -> None:
+        """An epoch's first microbatch is read next."""
+        ...
+
+    def order_is_drawn(self) -> None:
+        """That has happened, one or the other."""
+        ...
+
+
+def listen_to_fetches(trainer: Trainer, listener: FetchListener) -> None:
+    """Tell of every batch that training takes; call it at the start of every epoch.
 
     The fetcher's class is replaced by a subclass of it: Python looks ``__next__`` up on the class. Lightning counts a
     batch that is left out as one that was trained on.
 
     Args:
         trainer: With its loaders made.
-        leave_out: Whether the next microbatch is to be read and forgotten.
-        left_out: Called with each such microbatch, when Lightning's counts hold it.
-        fetched: Called after each microbatch that will be trained on, before any hook sees it.
+        listener: Told.
 
     Raises:
         ConfigError: The module takes the loader's iterator itself.
@@ -178,21 +205,37 @@ def listen_to_fetches(
         return
     loop: Any = trainer.fit_loop.epoch_loop
 
+    def new_iterator(self: Any) -> Any:
+        listener.before_iterator()
+        kind.__iter__(self)
+        listener.order_is_drawn()
+        return self
+
+    def read(self: Any) -> Any:
+        if self.fetched:
+            return kind.__next__(self)
+        listener.before_order()
+        found = kind.__next__(self)
+        listener.order_is_drawn()
+        return found
+
     def next_batch(self: Any) -> Any:
-        while leave_out():
-            if loop._num_ready_batches_reached():
-                raise StopIteration  # the epoch is over; the rest is left out of the next one
-            batch, _, _ = kind.__next__(self)
+        while listener.leaves_out():
+            batch, _, _ = self.read()
             for counts in (loop.batch_progress.total, loop.batch_progress.current):
                 for name in vars(counts):
                     setattr(counts, name, getattr(counts, name) + 1)
             loop.batch_progress.is_last_batch = self.done
-            left_out(batch)
-        found = kind.__next__(self)
-        fetched()
+            listener.left_out(batch)
+            if loop._num_ready_batches_reached():
+                listener.left_out_to_the_end()
+                raise StopIteration  # what is left of it is left out of the next epoch
+        found = self.read()
+        listener.fetched()
         return found
 
-    fetcher.__class__ = type(kind.__name__, (kind,), {"__next__": next_batch, "listens": True})
+    methods = {"__iter__": new_iterator, "__next__": next_batch, "read": read, "listens": True}
+    fetcher.__class__ = type(kind.__name__, (kind,), methods)
 
 
 def stop_listening(trainer: Trainer) -> None:

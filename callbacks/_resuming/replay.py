@@ -38,6 +38,10 @@ class EpochReplay:
         else:
             self._iterator, self._first_batch = _random.capture(), None
 
+    def iterator_starts(self) -> None:
+        """Note the state before an epoch's iterator is made, where it is another than at the epoch's start."""
+        self._iterator, self._first_batch = _random.capture(), None
+
     def next_iterator_follows_epoch_start(self) -> None:
         """A resumed run makes every iterator that counts right after an epoch's start."""
         self._first_epoch = False

@@ -60,6 +60,11 @@ class Moment:
                 moment._callbacks[callback.state_key] = deepcopy(callback.state_dict())
         return moment
 
+    @property
+    def epoch(self) -> int:
+        """In which it was taken."""
+        return self._logged.epoch
+
     def restore(self, trainer: Trainer, copier: Copier) -> None:
         """Go back to it. Call it at the end of an update's last batch, on every rank.
 

@@ -1,0 +1,82 @@
+"""A rollback over the end of an epoch, in a project whose order of data is drawn from the global random state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_pretrain.errors import RankError
+from tests.support import shuffled
+
+SPIKES: dict[str, dict[str, Any]] = {
+    "in the middle": {"poison": [12]},
+    "in an epoch's last batch": {"poison": [13]},
+    "in an epoch's first batch": {"poison": [14]},
+    "early in an epoch, from the one before": {"poison": [15]},
+    "twice, and further back over the end": {"poison": [12, 16]},
+    "in two epochs": {"poison": [6, 7, 21]},
+    "in epochs of two batches": {"poison": [5], "rows": 8},
+    "in a window of two": {"poison": [8], "accumulation": 2},
+}
+
+
+def differing(got: dict[str, Any], want: dict[str, Any]) -> list[str]:
+    return [name for name in ("weights", "rate", "random") if got[name] != want[name]]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("settings", SPIKES.values(), ids=SPIKES)
+def test_it_is_a_run_that_never_saw_the_data(tmp_path: Path, settings: dict[str, Any], dropout: float) -> None:
+    """The oracle is a bare loop of torch."""
+    got = shuffled.train(str(tmp_path), dropout=dropout, **settings)
+    assert got["ledger"] != []
+    same = {name: value for name, value in settings.items() if name != "poison"}
+    want = shuffled.never_saw(got["ledger"], dropout=dropout, **same)
+    assert differing(got, want) == []
+    assert len({tuple(order) for order in want["orders"]}) == shuffled.EPOCHS  # no order comes twice
+
+
+@pytest.mark.parametrize("poison", [12, 13, 14])
+def test_dropped_updates_leave_no_trace_either(tmp_path: Path, poison: int) -> None:
+    got = shuffled.train(str(tmp_path), poison=[poison], dropout=0.3, mode="skip")
+    assert [entry[1:] for entry in got["ledger"]] == [(poison, poison + 1)]
+    assert differing(got, shuffled.never_saw(got["ledger"], dropout=0.3)) == []
+
+
+def train(folder: str, kill: tuple[str, int] | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """Checkpoints after every fourth update: at 12, right before the jump over an epoch's end, and at 16, behind it."""
+    return shuffled.train(folder, dropout=0.3, save_every=4, kill=kill, **settings)
+
+
+BLOWS = {
+    "before the spike": ("on_before_optimizer_step", 14),
+    "right after the rollback": ("on_train_batch_start", 17),
+    "later in the epoch": ("on_train_batch_start", 21),
+    "in the epoch after it": ("on_before_optimizer_step", 24),
+}
+
+
+@pytest.mark.parametrize("blow", BLOWS.values(), ids=BLOWS)
+@pytest.mark.parametrize("poison", [13, 15])
+def test_a_killed_run_ends_alike(tmp_path: Path, ranks: Any, poison: int, blow: tuple[str, int]) -> None:
+    settings = {"poison": [poison]}
+    (whole,) = ranks(1, train, str(tmp_path / "whole"), None, settings)
+    with pytest.raises(RankError, match="SIGKILL"):
+        ranks(1, train, str(tmp_path / "killed"), blow, settings)
+    (got,) = ranks(1, train, str(tmp_path / "killed"), None, settings)
+    assert whole["ledger"] == got["ledger"] != []
+    assert differing(got, whole) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blow", ["right after the rollback", "in the epoch after it"])
+def test_two_ranks(tmp_path: Path, ranks: Any, blow: str) -> None:
+    settings = {"poison": [15], "rows": 2 * shuffled.ROWS}
+    whole = ranks(2, train, str(tmp_path / "whole"), None, settings)
+    with pytest.raises(RankError, match="SIGKILL"):
+        ranks(2, train, str(tmp_path / "killed"), BLOWS[blow], settings)
+    for got, want in zip(ranks(2, train, str(tmp_path / "killed"), None, settings), whole, strict=True):
+        assert got["ledger"] == want["ledger"] != []
+        assert differing(got, want) == []
