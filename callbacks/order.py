@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from enum import IntEnum
 
 from lightning.pytorch import Trainer
@@ -75,3 +75,12 @@ def move_to_place(trainer: Trainer, callback: Callback) -> None:
     earlier = [i for i, c in enumerate(others) if getattr(c, "order", place(callback)) < place(callback)]
     at = earlier[-1] + 1 if earlier else 0
     trainer.callbacks = [*others[:at], callback, *others[at:]]  # type: ignore[attr-defined]
+
+
+def move_behind(trainer: Trainer, callback: Callback, others: Collection[Callback]) -> None:
+    """Let ``others`` run after ``callback``, those that already do where they are. Call it in ``setup``."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    at = callbacks.index(callback)
+    early = [c for c in callbacks[:at] if c in others]
+    stay = [c for c in callbacks[:at] if c not in early]
+    trainer.callbacks = [*stay, callback, *early, *callbacks[at + 1 :]]  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lit_pretrain.callbacks import _compat, _random
-from lit_pretrain.callbacks._compat import loops, rewind
+from lit_pretrain.callbacks._compat import averages, loops, rewind
 from lit_pretrain.callbacks._compat.saying import say
 from lit_pretrain.callbacks._rollback import spike_report
 from lit_pretrain.callbacks._rollback.alarm import AlarmTarget
@@ -27,7 +27,7 @@ from lit_pretrain.callbacks._rollback.spike_watch import Seen, SpikeWatch
 from lit_pretrain.callbacks._rollback.update_drop import UpdateDrop
 from lit_pretrain.callbacks._saving.run_end import RunEnd
 from lit_pretrain.callbacks.clipping import GradientClipping
-from lit_pretrain.callbacks.order import Order, move_to_place
+from lit_pretrain.callbacks.order import Order, move_behind, move_to_place
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.spikes import Decision, RollbackPolicy, SkipLedger, SpikeDetector, SpikeRule
 
@@ -38,13 +38,13 @@ class LossSpikeRollback(Callback):
     """Goes back to before a spike and on behind its data, without a stop and without anybody's help.
 
     Every ``every_n_steps`` updates it copies all that decides the next update (weights, masters, optimizer states,
-    buffers, loss scale, schedules, random states, means that are being logged) into memory, as this rank holds it,
-    while training goes on. When the detector sees a spike, all ranks put the newest state from before it back, in
-    place, and train on with the batches that follow the spike. Afterwards the run is, bit for bit, one that never read
-    the batches in between. What was left out stands in the ledger, a file that is on the disk before training goes on:
-    a run that is killed and resumed leaves out the same.
+    buffers, loss scale, schedules, random states, means that are being logged, Lightning's averages of weights) into
+    memory, as this rank holds it, while training goes on. When the detector sees a spike, all ranks put the newest
+    state from before it back, in place, and train on with the batches that follow the spike. Afterwards the run is, bit
+    for bit, one that never read the batches in between. What was left out stands in the ledger, a file that is on the
+    disk before training goes on: a run that is killed and resumed leaves out the same.
 
-    The data never go back: batches and epochs count on, and no batch is read twice. Tokens that count, updates,
+    The data never go back: batches and epochs count on. Tokens that count, updates,
     ``global_step`` and learning-rate schedules do go back. States of ``EarlyStopping`` do, and those of callbacks with
     ``rolls_back = True``. No validation follows a rollback before the next one is due.
 
@@ -152,6 +152,7 @@ class LossSpikeRollback(Callback):
         check_owners(trainer, self, mode=self.mode)
         self._clipping = next((c for c in trainer.callbacks if isinstance(c, GradientClipping)), None)  # type: ignore[attr-defined]
         move_to_place(trainer, self)
+        move_behind(trainer, self, averages.averaging(trainer))  # they take in what has been judged
         self._reports.setup(trainer)
         self._watch.detector.reset()
         self._course.forget()
@@ -263,7 +264,9 @@ class LossSpikeRollback(Callback):
             self._look(trainer, wait=True)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """No validation on weights that were not judged."""
+        """No validation on weights that were not judged, nor one that changes them while they are copied."""
+        if self._moments is not None:
+            self._moments.wait()
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self.before_save(trainer)
 

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lit_pretrain.callbacks import _compat, _random
-from lit_pretrain.callbacks._compat import epochs, loops, rewind
+from lit_pretrain.callbacks._compat import averages, epochs, loops, rewind
 from lit_pretrain.callbacks._rollback.data_course import DataCourse
 from lit_pretrain.callbacks.counters import RunCounters
 from lit_pretrain.callbacks.exact_resume import ExactResume
@@ -53,7 +53,10 @@ class Fetches:
         over = loops.epoch_is_over(self._trainer)
         for ended in range(epoch, now + over):
             epochs.step_schedulers(self._trainer, epoch=ended)
-            if ended < now and epochs.draws_orders(self._trainer):
+            if ended == now:
+                break  # the hooks of its end are still to come
+            averages.take_in_epoch(self._trainer, ended)
+            if epochs.draws_orders(self._trainer):
                 epochs.begin_again(self._trainer, epoch=ended + 1, is_current=ended + 1 == now)
         self._restore()  # what is saved now goes on with it
 

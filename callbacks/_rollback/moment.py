@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 
-from lit_pretrain.callbacks._compat import rewind
+from lit_pretrain.callbacks._compat import averages, rewind
 from lit_pretrain.callbacks._compat.rewind import LoggedValues, WeightClock
 from lit_pretrain.callbacks._rollback.snapshot import Copier, Snapshot
 from lit_pretrain.callbacks.counters import RunCounters
@@ -38,6 +38,7 @@ class Moment:
     _logged: LoggedValues = field(init=False)
     _metrics: dict[str, dict[str, Any]] = field(init=False)
     _callbacks: dict[str, Any] = field(init=False)
+    _averages: averages.Counts = field(init=False)
     _learning_rate: tuple[int, int] | None = None
     _counters: tuple[int, float] | None = None
 
@@ -50,6 +51,7 @@ class Moment:
         moment = cls(snapshot, point, detector)
         moment.clock = rewind.read_clock(trainer)
         moment._logged = rewind.logged_values(trainer)
+        moment._averages = averages.counts(trainer)
         moment._metrics = rewind.metric_states(trainer.lightning_module)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, LearningRateSchedule):
@@ -75,6 +77,7 @@ class Moment:
         rewind.set_clock(trainer, self.clock)
         rewind.restore_logged_values(trainer, self._logged)
         rewind.restore_metric_states(trainer.lightning_module, self._metrics)
+        averages.set_counts(trainer, self._averages)
         rewind.skip_next_validation(trainer)
         rewind.forget_saves_after(trainer, trainer.global_step)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]

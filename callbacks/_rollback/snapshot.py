@@ -14,6 +14,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lit_pretrain.callbacks import _random
+from lit_pretrain.callbacks._compat import averages
 from lit_pretrain.distributed import sharding, state
 
 _ALIGNMENT = 64  # bytes; of a cache line, and enough for every type
@@ -21,10 +22,11 @@ Key = tuple[Any, ...]
 
 
 def live_tensors(trainer: Trainer) -> Iterator[tuple[Key, Tensor]]:
-    """Parameters, buffers (also those that are not saved), masters and optimizer states of this rank, each once.
+    """Parameters, buffers (also those that are not saved), masters, optimizer states and Lightning's averages of
+    weights, of this rank and each once.
 
     A sharded tensor is given as the plain part that this rank holds: a view, which writes to the tensor.
-    """
+    """  # noqa: D205
     module, seen = trainer.lightning_module, set()
 
     def found() -> Iterator[tuple[Key, Tensor]]:
@@ -35,6 +37,7 @@ def live_tensors(trainer: Trainer) -> Iterator[tuple[Key, Tensor]]:
         for key, value in _optimizer_entries(trainer):
             if isinstance(value, Tensor):
                 yield key, value
+        yield from averages.tensors(trainer)
 
     for key, tensor in found():
         if id(tensor) not in seen:
@@ -212,7 +215,8 @@ class Snapshot:
                 names.setdefault(key[:-1], set()).add(key[-1])
         for i, optimizer in enumerate(trainer.optimizers):
             for g, group in enumerate(optimizer.param_groups):
-                for name, value in self.groups[i][g].items():
+                settings = self.groups[i][g] if g < len(self.groups[i]) else {}  # else of a group that came later
+                for name, value in settings.items():
                     if isinstance(group.get(name), Tensor):
                         group[name].copy_(value)
                     else:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import WeightAveraging
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from lit_pretrain.errors import RankError
 from tests.support import shuffled
@@ -26,7 +29,7 @@ def differing(got: dict[str, Any], want: dict[str, Any]) -> list[str]:
     return [name for name in ("weights", "rate", "random") if got[name] != want[name]]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.3])
 @pytest.mark.parametrize("settings", SPIKES.values(), ids=SPIKES)
 def test_it_is_a_run_that_never_saw_the_data(tmp_path: Path, settings: dict[str, Any], dropout: float) -> None:
     """The oracle is a bare loop of torch."""
@@ -38,11 +41,45 @@ def test_it_is_a_run_that_never_saw_the_data(tmp_path: Path, settings: dict[str,
     assert len({tuple(order) for order in want["orders"]}) == shuffled.EPOCHS  # no order comes twice
 
 
+def test_orders_do_not_repeat(tmp_path: Path) -> None:
+    """Nothing draws but the loader, so that the state that went back would give the third epoch's order again."""
+    got = shuffled.train(str(tmp_path), poison=[15])
+    assert got["ledger"] == [(12, 12, 16)]  # back over the third epoch's start
+    orders = [[row for number, rows in got["seen"] if number // 7 == epoch for row in rows] for epoch in range(4)]
+    assert [sorted(order) for order in orders] == [list(range(28))] * 4
+    assert len({tuple(order) for order in orders}) == 4
+
+
 @pytest.mark.parametrize("poison", [12, 13, 14])
 def test_dropped_updates_leave_no_trace_either(tmp_path: Path, poison: int) -> None:
     got = shuffled.train(str(tmp_path), poison=[poison], dropout=0.3, mode="skip")
     assert [entry[1:] for entry in got["ledger"]] == [(poison, poison + 1)]
     assert differing(got, shuffled.never_saw(got["ledger"], dropout=0.3)) == []
+
+
+AVERAGES: dict[str, Callable[[int | None, int | None], bool]] = {
+    "every step": lambda step, epoch: step is not None,
+    "every third step": lambda step, epoch: step is not None and step % 3 == 0,
+    "every epoch": lambda step, epoch: epoch is not None,
+}
+
+
+@pytest.mark.parametrize("mode", ["rollback", "skip"])
+@pytest.mark.parametrize("when", AVERAGES.values(), ids=AVERAGES)
+@pytest.mark.parametrize("poison", [pytest.param(12, marks=pytest.mark.slow), 15])
+def test_an_average_of_weights_goes_back_too(
+    tmp_path: Path, poison: int, mode: Any, when: Callable[[int | None, int | None], bool]
+) -> None:
+    """Lightning's callback leaves its average in the module at the end."""
+
+    class Averaging(WeightAveraging):
+        def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+            return when(step_idx, epoch_idx)
+
+    averaging = Averaging(multi_avg_fn=get_ema_multi_avg_fn(shuffled.DECAY))
+    got = shuffled.train(str(tmp_path), poison=[poison], mode=mode, extra=[averaging])
+    assert len(got["ledger"]) == 1
+    assert differing(got, shuffled.never_saw(got["ledger"], averages=when)) == []
 
 
 def train(folder: str, kill: tuple[str, int] | None, settings: dict[str, Any]) -> dict[str, Any]:
@@ -59,7 +96,7 @@ BLOWS = {
 
 
 @pytest.mark.parametrize("blow", BLOWS.values(), ids=BLOWS)
-@pytest.mark.parametrize("poison", [13, 15])
+@pytest.mark.parametrize("poison", [pytest.param(13, marks=pytest.mark.slow), 15])
 def test_a_killed_run_ends_alike(tmp_path: Path, ranks: Any, poison: int, blow: tuple[str, int]) -> None:
     settings = {"poison": [poison]}
     (whole,) = ranks(1, train, str(tmp_path / "whole"), None, settings)

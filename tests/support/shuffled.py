@@ -6,7 +6,7 @@ Beside it the same training as a bare loop of torch, which leaves data out by it
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lit_pretrain.callbacks import ExactResume, LossSpikeRollback
@@ -22,6 +23,7 @@ from lit_pretrain.spikes import MeanRule, RollbackPolicy
 from tests.support.resumable import Kill
 
 ROWS, BATCH, EPOCHS = 28, 4, 4  # 7 batches in an epoch
+DECAY = 0.9  # of an average of weights
 
 
 def loader(rows: int = ROWS) -> DataLoader[Any]:
@@ -91,7 +93,7 @@ def train(
     saver = ModelCheckpoint(
         Path(folder) / "saved", "{step:05d}", every_n_train_steps=save_every or 10**6, save_top_k=-1
     )
-    callbacks = [back, Seed(), ExactResume(), saver, *(extra or []), *([] if kill is None else [Kill(*kill)])]
+    callbacks = [*(extra or []), back, Seed(), ExactResume(), saver, *([] if kill is None else [Kill(*kill)])]
     saved = sorted((Path(folder) / "saved").glob("*.ckpt"))
     if saved:
         torch.manual_seed(77)
@@ -127,12 +129,22 @@ def outcome(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def never_saw(
-    ledger: list[tuple[int, int, int]], *, dropout: float = 0.0, accumulation: int = 1, rows: int = ROWS
+    ledger: list[tuple[int, int, int]],
+    *,
+    dropout: float = 0.0,
+    accumulation: int = 1,
+    rows: int = ROWS,
+    averages: Callable[[int | None, int | None], bool] | None = None,
 ) -> dict[str, Any]:
-    """A loop of torch that reads the windows ``low`` to ``high`` of every entry and does nothing with them."""
+    """A loop of torch that reads the windows ``low`` to ``high`` of every entry and does nothing with them.
+
+    Args:
+        averages: Whether an average of the weights, which are then its end, takes in the step or the epoch just done.
+    """
     net = Net(dropout=dropout)
     optimizer, scheduler = optimizer_of(net)
-    data, position, orders = loader(rows), 0, []
+    average = AveragedModel(net.layers, multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True)
+    data, position, orders, done = loader(rows), 0, [], 0
     for epoch in range(EPOCHS):
         batches = iter(data)
         if epoch == 0:
@@ -145,8 +157,15 @@ def never_saw(
                 for batch in window:
                     (mse_loss(net.layers(batch[0]), batch[1]) / accumulation).backward()
                 optimizer.step()
+                if averages is not None and averages(done, None):
+                    average.update_parameters(net.layers)
+                done += 1
             position += 1
         scheduler.step()
+        if averages is not None and averages(None, epoch):
+            average.update_parameters(net.layers)
+    if averages is not None:
+        net.layers.load_state_dict(average.module.state_dict())
     return {**outcome(net, optimizer), "orders": orders}
 
 
