@@ -20,7 +20,12 @@ from lit_pretrain.spikes import MeanRule, RobustRule, SpikeDetector, SpikeRule
 
 RULES: dict[str, SpikeRule] = {"robust": RobustRule(), "mean (4 x)": MeanRule()}
 DATA = Path(__file__).parents[1] / "tests" / "data"
-CURVES = ("curve_llama_1m_300_updates.csv", "curve_llama_1m_1900_updates.csv", "curve_llama_1m_every_update.csv")
+CURVES = (
+    "curve_llama_1m_300_updates.csv",
+    "curve_llama_1m_1900_updates.csv",
+    "curve_llama_1m_every_update.csv",
+    "curve_classifier_every_update.csv",
+)
 NOISE = 0.05  # sigma, nats
 AT = 200  # the update at which something happens
 

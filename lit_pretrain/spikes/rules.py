@@ -12,6 +12,8 @@ from lit_pretrain.spikes._checks import number, whole
 from lit_pretrain.spikes.noise import MEDIAN_TO_MEAN, level, median, noise
 
 _SMALLEST_NOISE = 1e-12  # a constant curve has none
+_ENOUGH = 4.0  # times the largest accepted loss
+_LEAST_BESIDE_ZERO = 1e-6  # where losses have come to 0: about what single precision gives above it
 _LARGEST_Z = 1e9  # a z-score has to stay finite, for JSON's sake
 
 
@@ -23,7 +25,7 @@ class Finding:
         kind: ``jump``, ``shift`` or ``gradient``; None for an ordinary value.
         value: What was judged: the loss, the median of the newest losses, or the gradient norm.
         z: How far above the level, in units of the noise.
-        threshold: The value above which it is out of the ordinary.
+        threshold: The value above which it is out of the ordinary; of an ordinary loss, by differences alone.
         reason: One sentence.
     """
 
@@ -140,6 +142,11 @@ class RobustRule:
     in a row. ``shift``: the median of the ``recent`` newest losses does, in sigmas of such a median; it sees rises
     that the noise of single losses hides. Neither looks below the level, so an improvement is never a spike.
 
+    A loss has to stand out in differences and in factors (the same test on logarithms). Where noise is small beside
+    the level, as in language models, the two agree; a loss that has fallen to almost nothing scatters by factors, and
+    differences alone would take its tail for spikes. More than 4 times the largest accepted loss is enough of a factor.
+    Losses below 0 have no logarithm, and are judged by differences.
+
     On independent noise of which a share p lies above ``threshold`` sigmas and a share q above
     ``1.25 threshold / sqrt(recent)``, false alarms are as rare as p^patience plus the chance that more than half of
     ``recent`` draws are among those q.
@@ -183,31 +190,39 @@ class RobustRule:
         """Test the newest loss for a jump, then the newest losses for a shift."""
         height, sigma = level(window), noise(window)
         least = self.min_rise * abs(height) / self.threshold
-        jump = self._test(recent[-1], height, max(sigma, least, _SMALLEST_NOISE), kind="jump", what="loss")
+        jump = self._test(recent[-1], window, height, max(sigma, least, _SMALLEST_NOISE), share=1.0)
         if jump.kind is not None or len(recent) < self.recent:
             return jump
-        scatter = sigma * MEDIAN_TO_MEAN / math.sqrt(self.recent)
-        shift = self._test(
-            median(recent[-self.recent :]),
-            height,
-            max(scatter, least, _SMALLEST_NOISE),
-            kind="shift",
-            what=f"median {self.recent} losses",
-        )
+        share = MEDIAN_TO_MEAN / math.sqrt(self.recent)
+        newest = median(recent[-self.recent :])
+        shift = self._test(newest, window, height, max(sigma * share, least, _SMALLEST_NOISE), share=share)
         # The newest loss has to be part of it, or the alarm would outlast the spike by half of `recent`.
         return shift if shift.kind is not None and recent[-1] > shift.threshold else jump
 
-    def _test(self, value: float, height: float, sigma: float, *, kind: Literal["jump", "shift"], what: str) -> Finding:
-        z = _sigmas(value, height, sigma)
+    def _test(self, value: float, window: Sequence[float], height: float, sigma: float, *, share: float) -> Finding:
+        """``share`` of the noise of single losses is that of ``value``: 1 for a loss, less for a median of some."""
         threshold = height + self.threshold * sigma
-        is_out = value > threshold
+        if value > threshold:  # rarely: the logarithms cost as much as the rest
+            threshold = max(threshold, self._threshold_in_factors(window, share))
+        z, is_jump = _sigmas(value, height, sigma), share == 1.0
+        kind: Literal["jump", "shift"] = "jump" if is_jump else "shift"
+        what = "loss" if is_jump else f"median {self.recent} losses"
         return Finding(
-            kind=kind if is_out else None,
+            kind=kind if value > threshold else None,
             value=value,
             z=z,
             threshold=threshold,
             reason=f"{what} {value:.4g} is {z:.1f} sigmas of {sigma:.2g} above the level {height:.4g}",
         )
+
+    def _threshold_in_factors(self, window: Sequence[float], share: float) -> float:
+        lowest, enough = min(window), _ENOUGH * max(window)
+        if lowest < 0.0:
+            return -math.inf
+        if lowest == 0.0:
+            return max(enough, _LEAST_BESIDE_ZERO)
+        logs = [math.log(loss) for loss in window]
+        return min(math.exp(min(level(logs) + self.threshold * share * noise(logs), 700.0)), enough)
 
     def judge_norm(self, window: Sequence[float], norm: float) -> Finding | None:
         """Compare the logarithm of the newest norm with the newer half of those before it."""

@@ -128,3 +128,49 @@ def test_a_nat_more_is_seen_in_a_recorded_curve(repository, name, at):
         if (v := detector.observe(loss + (i >= at), step=i, grad_norm=norm)).is_spike
     ]
     assert at < spikes[0] <= at + 8
+
+
+MEMORISED = "curve_classifier_every_update.csv"  # of `benchmarks.classifier_curve`: 2.3 down to 1e-4, and 0.1 at times
+
+
+def test_a_loss_that_has_fallen_to_almost_nothing_gives_no_alarm(repository):
+    losses, norms = curve(repository, MEMORISED)
+    late = losses[1000:]
+    assert np.quantile(late, 0.99) / np.quantile(late, 0.5) > 20  # tails as they are meant
+    detector = SpikeDetector()
+    verdicts = [
+        detector.observe(x, step=i, grad_norm=norm) for i, (x, norm) in enumerate(zip(losses, norms, strict=True))
+    ]
+    assert [v.reason for v in verdicts if v.is_spike] == []
+
+
+@pytest.mark.parametrize("at", [600, 1200, 1999])
+@pytest.mark.parametrize("height", [0.7, 2.3])
+def test_but_weights_that_are_lost_are_seen_there(repository, at, height):
+    """2.3 is the loss of guessing at random."""
+    losses, _ = curve(repository, MEMORISED)
+    detector = SpikeDetector()
+    for i, loss in enumerate(losses[:at]):
+        detector.observe(loss, step=i)
+    kinds = [detector.observe(height, step=at + i).kind for i in range(3)]
+    assert kinds == ["suspect", "suspect", "jump"]
+
+
+@pytest.mark.parametrize(
+    ("window", "loss", "kind"),
+    [
+        ([0.0] * 60 + [0.001] * 40, 0.0039, "normal"),  # under 4 x the largest
+        ([0.0] * 60 + [0.001] * 40, 0.0041, "jump"),
+        ([0.0] * 100, 9e-7, "normal"),
+        ([0.0] * 100, 2e-6, "jump"),
+        ([-3.0, -3.1] * 50, -1.0, "jump"),  # by differences alone
+        ([1e-3, 2e-3] * 50, 0.0079, "normal"),  # the threshold by differences is 0.00595
+        ([1e-3, 2e-3] * 50, 0.0081, "jump"),
+    ],
+)
+def test_losses_at_zero_and_below(window, loss, kind):
+    detector = SpikeDetector(RobustRule(patience=1, recent=1))
+    for i, value in enumerate(window):
+        detector.observe(value, step=i)
+    detector.load_state_dict({**detector.state_dict(), "losses": window})
+    assert detector.observe(loss, step=100).kind == kind
