@@ -174,7 +174,7 @@ class LossSpikeRollback(Callback):
             folder = None if self._disk is None else self._disk / f"rank-{trainer.global_rank:05d}"
             self._moments = Moments(every_n_steps=self.every_n_steps, keep=self.keep, path=folder)
         elif self.mode == "skip":
-            self._drop = UpdateDrop()
+            self._drop = UpdateDrop(trainer)
         self._fetches = Fetches(trainer, self._course, fetched=lambda: self._tell(trainer))
         self._fetches.listen()
 
@@ -209,6 +209,9 @@ class LossSpikeRollback(Callback):
         if self._moments is not None:
             self._moments.wait()
         if self._drop is not None:
+            if not self._watch.has_loss:  # a batch without one, or another step on the gradients of the last
+                self._drop.drop_again(optimizer)
+                return
             before = self._watch.detector.state_dict()
             self._watch.send(trainer, update=self._updates + 1, norm=self._norm)
             scaled = _compat.grad_scaler(trainer) is not None
@@ -237,6 +240,7 @@ class LossSpikeRollback(Callback):
             return
         self._updates += 1
         if self.mode == "skip":
+            self._watch.require_loss(trainer)
             return
         self._watch.send(trainer, update=self._updates, norm=self._norm)
         self._look(trainer, wait=self._must_know(trainer))

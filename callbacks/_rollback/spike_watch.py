@@ -50,12 +50,14 @@ class SpikeWatch:
         self._waiting: list[tuple[int, list[float]]] = []  # means that a checkpoint held
         self._batches: deque[tuple[int, list[Any]]] = deque(maxlen=_REMEMBERED)
         self._batch: list[Any] = []
+        self._has_judged = False  # anything in this window
 
     def start(self, trainer: Trainer) -> None:
         """Every rank calls it when training starts."""
         self._mean = LaggingMean(trainer)
         self._loss, self._batch = None, []
         self._batches.clear()
+        self._has_judged = False
 
     def note_batch(self, batch: Any, *, number: int) -> None:
         """Remember what a microbatch calls itself, its ``index``; ``number`` where it has no name."""
@@ -79,18 +81,31 @@ class SpikeWatch:
         values = torch.stack([loss, norm.detach().to(loss) if norm is not None else loss.new_zeros(()), known])
         self._mean.send(update, values)
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether this window has something to judge that was not sent yet."""
+        return self._loss is not None or (self.monitor is not None and not self._has_judged)
+
+    def require_loss(self, trainer: Trainer) -> None:
+        """At the end of a window that was applied.
+
+        Raises:
+            ConfigError: Nothing of it was sent.
+        """
+        judged, self._has_judged = self._has_judged, False
+        if not judged:
+            raise self._no_loss(trainer)
+
     def drop_window(self) -> None:
         """Forget the losses of a window that was not applied."""
-        self._loss, self._batch = None, []
+        self._loss, self._batch, self._has_judged = None, [], False
 
     def _take(self, trainer: Trainer) -> Tensor | None:
         loss, self._loss, self._batch = self._loss, None, []
+        self._has_judged = True
         if self.monitor is None:
             if loss is None:
-                raise ConfigError(
-                    f"{type(trainer.lightning_module).__name__}.training_step returns no loss to watch; set "
-                    "rollback.monitor to a logged value."
-                )
+                raise self._no_loss(trainer)
             return loss
         value = trainer.callback_metrics.get(self.monitor)
         if value is None:
@@ -100,6 +115,12 @@ class SpikeWatch:
                 "training step, or leave monitor out to watch the loss."
             )
         return value.detach().to(torch.float64)
+
+    def _no_loss(self, trainer: Trainer) -> ConfigError:
+        return ConfigError(
+            f"{type(trainer.lightning_module).__name__}.training_step returns no loss to watch; set rollback.monitor "
+            "to a logged value."
+        )
 
     def look(self, *, wait: bool, finite_only: bool = False) -> list[Seen]:
         """Judge what has arrived, or everything; ends with the first spike, and forgets what came after it.

@@ -14,6 +14,7 @@ from lit_pretrain.callbacks import _random
 from lit_pretrain.callbacks._compat import rewind
 from lit_pretrain.callbacks._compat.rewind import LoggedValues, WeightClock
 from lit_pretrain.callbacks.exact_resume import ExactResume
+from lit_pretrain.errors import ConfigError
 
 
 class UpdateDrop:
@@ -22,11 +23,29 @@ class UpdateDrop:
     After it, buffers, random states, schedulers and loss scale are those of the window's start, as if its data had not
     been there. No validation follows it.
 
+    Args:
+        trainer: In ``on_train_start``.
+
     Attributes:
         random: This rank's random state at the window's start.
+
+    Raises:
+        ConfigError: Several optimizers, of which only one could be held back, or one that makes an update of several
+            losses.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: Trainer) -> None:
+        if len(trainer.optimizers) > 1:
+            raise ConfigError(
+                f"LossSpikeRollback(mode='skip') drops the update of one optimizer, and "
+                f"{type(trainer.lightning_module).__name__}.configure_optimizers returned {len(trainer.optimizers)}; "
+                "use mode='rollback', which takes all of them back."
+            )
+        if any(isinstance(getattr(o, "optimizer", o), torch.optim.LBFGS) for o in trainer.optimizers):
+            raise ConfigError(
+                "LossSpikeRollback(mode='skip') judges the loss of an update before it is made, and LBFGS evaluates "
+                "several on the way; use mode='rollback'."
+            )
         self._clock: WeightClock | None = None
         self._logged: LoggedValues | None = None
         self.random: _random.State = {}
@@ -53,6 +72,11 @@ class UpdateDrop:
             for parameter in group["params"]:
                 parameter.grad = None
         self._is_dropped = True
+
+    def drop_again(self, optimizer: Optimizer) -> None:
+        """In ``on_before_optimizer_step``: what holds for the step before holds for one that follows it."""
+        if self._is_dropped:
+            self.drop(optimizer)
 
     @torch.no_grad()
     def take_back(self, trainer: Trainer) -> int | None:

@@ -54,13 +54,15 @@ class Net(pl.LightningModule):
         return loss * 1000.0 if number in self.poison else loss
 
     def configure_optimizers(self) -> Any:
-        optimizer, scheduler = optimizer_of(self)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "epoch"}}
+        optimizer = self.optimizer()
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler_of(optimizer), "interval": "epoch"}}
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.003)
 
 
-def optimizer_of(net: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.003)
-    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
+def scheduler_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
 
 
 class Seed(pl.Callback):
@@ -83,6 +85,7 @@ def train(
     kill: tuple[str, int] | None = None,
     save_every: int | None = None,
     extra: list[Any] | None = None,
+    kind: type[Net] = Net,
     **rollback: Any,
 ) -> dict[str, Any]:
     """Train in ``folder``, from its newest checkpoint if there is one; give what has to be equal, and the ledger."""
@@ -97,7 +100,7 @@ def train(
     saved = sorted((Path(folder) / "saved").glob("*.ckpt"))
     if saved:
         torch.manual_seed(77)
-    net = Net(poison, dropout)
+    net = kind(poison, dropout)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=world,
@@ -135,14 +138,18 @@ def never_saw(
     accumulation: int = 1,
     rows: int = ROWS,
     averages: Callable[[int | None, int | None], bool] | None = None,
+    kind: type[Net] = Net,
+    update: Callable[[Any, torch.optim.Optimizer, list[Any]], None] | None = None,
 ) -> dict[str, Any]:
     """A loop of torch that reads the windows ``low`` to ``high`` of every entry and does nothing with them.
 
     Args:
         averages: Whether an average of the weights, which are then its end, takes in the step or the epoch just done.
+        update: Made of every window; None is the ordinary one.
     """
-    net = Net(dropout=dropout)
-    optimizer, scheduler = optimizer_of(net)
+    net = kind(dropout=dropout)
+    optimizer = net.optimizer()
+    scheduler = scheduler_of(optimizer)
     average = AveragedModel(net.layers, multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True)
     data, position, orders, done = loader(rows), 0, [], 0
     for epoch in range(EPOCHS):
@@ -153,10 +160,13 @@ def never_saw(
         for window in _windows(batches, accumulation):
             order += [row for batch in window for row in batch[2].tolist()]
             if not any(low <= position < high for _, low, high in ledger):
-                optimizer.zero_grad()
-                for batch in window:
-                    (mse_loss(net.layers(batch[0]), batch[1]) / accumulation).backward()
-                optimizer.step()
+                if update is not None:
+                    update(net, optimizer, window)
+                else:
+                    optimizer.zero_grad()
+                    for batch in window:
+                        (mse_loss(net.layers(batch[0]), batch[1]) / accumulation).backward()
+                    optimizer.step()
                 if averages is not None and averages(done, None):
                     average.update_parameters(net.layers)
                 done += 1
