@@ -11,6 +11,7 @@ from lit_pretrain.callbacks import _compat
 from lit_pretrain.callbacks._compat import loops
 from lit_pretrain.callbacks.learning_rate import LearningRateSchedule
 from lit_pretrain.callbacks.order import Order
+from lit_pretrain.checks import number, whole
 from lit_pretrain.errors import ConfigError
 
 
@@ -39,10 +40,10 @@ class BatchSizeRamp(Callback):
     order: ClassVar[int] = Order.RESUME + 2
 
     def __init__(self, *, start_share: float = 0.125, updates: int) -> None:
-        if not 0.0 < start_share < 1.0:
-            raise ConfigError(f"ramp.start_share={start_share} must be above 0 and below 1.")
-        if isinstance(updates, bool) or not isinstance(updates, int) or updates < 1:
-            raise ConfigError(f"ramp.updates={updates!r} must be a whole number of at least 1.")
+        number("ramp.start_share", start_share, above=0.0)
+        if start_share >= 1.0:
+            raise ConfigError(f"ramp.start_share={start_share} must be below 1; leave the callback out for no ramp.")
+        whole("ramp.updates", updates, least=1)
         self.start_share = start_share
         self.updates = updates
         self.full_accumulation = 0  # the trainer's; 0 before training

@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lit_pretrain.callbacks import _compat
-from lit_pretrain.callbacks._measuring.tokens import TokensPerBatch, check_tokens_per_batch, tokens_in
+from lit_pretrain.callbacks._measuring.tokens import TokenCount, TokensPerBatch, check_tokens_per_batch, tokens_in
 from lit_pretrain.callbacks.order import Order
+from lit_pretrain.errors import ConfigError
 
 
 class RunCounters(Callback):
@@ -30,8 +31,9 @@ class RunCounters(Callback):
     their time is not known.
 
     Args:
-        tokens_per_batch: Tokens of one rank's batch, or a function of the batch; None asks the data module's
-            ``tokens_per_update``. Without either, tokens are not counted.
+        tokens_per_batch: Tokens of one rank's batch, or a function of the batch, whose numbers are added up over the
+            data-parallel ranks after every update; None asks the data module's ``tokens_per_update``. Without either,
+            tokens are not counted.
         clock: Seconds, monotonic.
     """
 
@@ -41,6 +43,8 @@ class RunCounters(Callback):
         self, *, tokens_per_batch: TokensPerBatch = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         check_tokens_per_batch(tokens_per_batch, owner="counters")
+        if not callable(clock):
+            raise ConfigError(f"counters.clock={clock!r} must be a function that gives seconds.")
         self.tokens_per_batch = tokens_per_batch
         self.tokens = 0.0
         self.tokens_read = 0.0
@@ -49,7 +53,8 @@ class RunCounters(Callback):
         self.device_seconds = 0.0
         self.flops = 0.0
         self._clock = clock
-        self._window = 0.0
+        self._count: TokenCount | None = None
+        self._left_out: TokenCount | None = None  # made where something is left out
         self._applied = False
         self._since = 0.0
         self._flops_per_token = 0.0
@@ -65,7 +70,8 @@ class RunCounters(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
-        self._window, self._applied, self._since = 0.0, False, self._clock()
+        self._count, self._left_out = TokenCount(trainer, self.tokens_per_batch), None
+        self._applied, self._since = False, self._clock()
         flops: Any = getattr(pl_module, "flops_per_token", None)
         self._flops_per_token = float(flops() if callable(flops) else flops or 0.0)
         if trainer.global_step > 0 and not self._is_restored:
@@ -76,15 +82,17 @@ class RunCounters(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count a window when it is over."""
-        self._window += tokens_in(batch, trainer, self.tokens_per_batch) or 0.0
+        assert self._count is not None
+        self._count.add(batch)
         if _compat.accumulates(trainer):
             return
-        self.tokens_read += self._window
-        self.flops += self._window * self._flops_per_token
+        window = self._count.take()
+        self.tokens_read += window
+        self.flops += window * self._flops_per_token
         if self._applied:
-            self.tokens += self._window
+            self.tokens += window
             self.updates += 1
-        self._window, self._applied = 0.0, False
+        self._applied = False
         self._add_time(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -102,7 +110,10 @@ class RunCounters(Callback):
 
     def leave_out(self, trainer: Trainer, batch: Any) -> None:
         """A microbatch was read and not trained on."""
-        self.tokens_read += tokens_in(batch, trainer, self.tokens_per_batch) or 0.0
+        if self._left_out is None:
+            self._left_out = TokenCount(trainer, self.tokens_per_batch)
+        self._left_out.add(batch)
+        self.tokens_read += self._left_out.take()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop counting."""

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lit_pretrain.callbacks import _compat
 from lit_pretrain.callbacks.order import Order
+from lit_pretrain.checks import whole
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.specs import MixturePlan
 
@@ -30,8 +31,7 @@ class DataAnnealing(Callback):
     order: ClassVar[int] = Order.STATISTICS
 
     def __init__(self, *, num_points: int = 5) -> None:
-        if num_points < 2:
-            raise ConfigError(f"annealing.num_points={num_points} must be at least 2.")
+        whole("annealing.num_points", num_points, least=2)
         self.num_points = num_points
         self._step = 0
 

@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from lit_pretrain.callbacks import _compat
 from lit_pretrain.callbacks._measuring.tokens import data_parallel_size
 from lit_pretrain.callbacks.order import Order
+from lit_pretrain.checks import flag, number, whole
 from lit_pretrain.distributed.grad_norm import global_norm
-from lit_pretrain.errors import ConfigError
 
 
 class GradientStatistics(Callback):
@@ -45,10 +45,9 @@ class GradientStatistics(Callback):
     order: ClassVar[int] = Order.NON_FINITE - 1  # before gradients are clipped
 
     def __init__(self, *, every_n_steps: int = 100, update_ratio: bool = True, smoothing: float = 0.1) -> None:
-        if every_n_steps < 1:
-            raise ConfigError(f"statistics.every_n_steps={every_n_steps} must be at least 1.")
-        if not 0.0 < smoothing <= 1.0:
-            raise ConfigError(f"statistics.smoothing={smoothing} must be above 0 and at most 1.")
+        whole("statistics.every_n_steps", every_n_steps, least=1)
+        flag("statistics.update_ratio", update_ratio)
+        number("statistics.smoothing", smoothing, above=0.0, most=1.0)
         self.every_n_steps = every_n_steps
         self.update_ratio = update_ratio
         self.smoothing = smoothing

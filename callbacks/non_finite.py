@@ -20,6 +20,7 @@ from lit_pretrain.callbacks._compat import loops
 from lit_pretrain.callbacks._lagging import LaggingMean
 from lit_pretrain.callbacks.clipping import GradientClipping
 from lit_pretrain.callbacks.order import Order
+from lit_pretrain.checks import flag, whole
 from lit_pretrain.distributed import state
 from lit_pretrain.errors import ConfigError
 
@@ -71,8 +72,8 @@ class NonFiniteGuard(Callback):
     ) -> None:
         if action not in ("stop", "report"):
             raise ConfigError(f"non_finite.action={action!r} is unknown; use stop or report.")
-        if isinstance(max_reports, bool) or not isinstance(max_reports, int) or max_reports < 1:
-            raise ConfigError(f"non_finite.max_reports={max_reports!r} must be a whole number of at least 1.")
+        flag("non_finite.activations", activations)
+        whole("non_finite.max_reports", max_reports, least=1)
         self.action = action
         self.activations = activations
         self.max_reports = max_reports
@@ -85,6 +86,7 @@ class NonFiniteGuard(Callback):
         self._loss: Tensor | None = None
         self._batches: list[Any] = []
         self._updates = 0
+        self._was_bad = False  # the newest update that was looked at
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a second owner."""
@@ -101,6 +103,7 @@ class NonFiniteGuard(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Listen to the layers."""
         self._mean = LaggingMean(trainer)
+        self._was_bad = False
         self._kept.clear()
         self._layers = []
         if self.activations:
@@ -177,6 +180,20 @@ class NonFiniteGuard(Callback):
         if self._mean is not None:
             self._look(trainer, self._mean.flush())
 
+    def went_back(self, trainer: Trainer) -> None:
+        """The weights went back to an earlier update: what was not finite is told of once, and what it led to is not.
+
+        Every rank calls it.
+        """
+        if self._mean is None:
+            return
+        bad = [one for one in self._mean.flush() if one[1][0] != 0]
+        if not self._was_bad:
+            self._look(trainer, bad[:1])
+        self._was_bad = False
+        self._kept.clear()
+        self._flags, self._batches, self._loss = {}, [], None
+
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """No validation on weights that nobody has looked at."""
         if not trainer.sanity_checking:
@@ -193,6 +210,7 @@ class NonFiniteGuard(Callback):
 
     def _look(self, trainer: Trainer, arrived: list[tuple[int, list[float]]]) -> None:
         for number, (bad,) in arrived:
+            self._was_bad = bad != 0
             if bad == 0 or len(self.reports) >= self.max_reports:
                 continue
             mine = next((u for u in self._kept if u.number == number), None)

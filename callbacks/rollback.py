@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from lit_pretrain.callbacks import _compat, _random
 from lit_pretrain.callbacks._compat import averages, loops, rewind
 from lit_pretrain.callbacks._compat.saying import say
+from lit_pretrain.callbacks._everywhere import everywhere
 from lit_pretrain.callbacks._rollback import spike_report
 from lit_pretrain.callbacks._rollback.alarm import AlarmTarget
 from lit_pretrain.callbacks._rollback.data_course import DataCourse
@@ -28,6 +29,7 @@ from lit_pretrain.callbacks._rollback.update_drop import UpdateDrop
 from lit_pretrain.callbacks._saving.run_end import RunEnd
 from lit_pretrain.callbacks.clipping import GradientClipping
 from lit_pretrain.callbacks.order import Order, move_behind, move_to_place
+from lit_pretrain.checks import whole
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.spikes import Decision, RollbackPolicy, SkipLedger, SpikeDetector, SpikeRule
 
@@ -92,8 +94,9 @@ class LossSpikeRollback(Callback):
         if mode not in ("rollback", "skip", "warn"):
             raise ConfigError(f"rollback.mode={mode!r} is unknown; use rollback, skip or warn.")
         for name, value in (("every_n_steps", every_n_steps), ("keep", keep)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"rollback.{name}={value!r} must be a whole number of at least 1.")
+            whole(f"rollback.{name}", value, least=1)
+        if monitor is not None and not isinstance(monitor, str):
+            raise ConfigError(f"rollback.monitor={monitor!r} must be the name of a logged value, or null for the loss.")
         if policy is not None and not isinstance(policy, RollbackPolicy):
             raise ConfigError(f"rollback.policy={policy!r} must be a RollbackPolicy, or null for the default one.")
         if ledger is not None and Path(ledger).is_dir():
@@ -172,6 +175,7 @@ class LossSpikeRollback(Callback):
         self._rate = LoweredRate(trainer, lambda done: self.ledger.lr_factor(done), updates=lambda: self._updates)
         if self.mode == "rollback":
             folder = None if self._disk is None else self._disk / f"rank-{trainer.global_rank:05d}"
+            everywhere(trainer, lambda: Moments.check(folder))
             self._moments = Moments(every_n_steps=self.every_n_steps, keep=self.keep, path=folder)
         elif self.mode == "skip":
             self._drop = UpdateDrop(trainer)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 
+from lit_pretrain.callbacks._everywhere import everywhere
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.specs import TokenAccounting
 
@@ -40,8 +43,82 @@ def tokens_in(batch: Any, trainer: Trainer, setting: TokensPerBatch) -> float | 
         if not isinstance(datamodule, TokenAccounting):
             return None
         return datamodule.tokens_per_update / _full_accumulation(trainer)
-    own = setting(batch) if callable(setting) else setting
-    return own * data_parallel_size(trainer)
+    return own_tokens(batch, setting) * data_parallel_size(trainer)
+
+
+def own_tokens(batch: Any, setting: int | Callable[[Any], int]) -> int:
+    """Tokens of this rank's batch.
+
+    Raises:
+        ConfigError: The function gave something else than a whole number of at least 0.
+    """
+    if not callable(setting):
+        return setting
+    given = setting(batch)
+    try:
+        found = None if isinstance(given, bool | str) else int(given)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # None; NaN; infinity; a tensor of several numbers
+        found = None
+    if found is None or found != given or found < 0:
+        raise ConfigError(
+            f"tokens_per_batch gave {given!r} for a batch, and has to give a whole number of at least 0: the tokens of "
+            "this rank's batch."
+        )
+    return found
+
+
+class TokenCount:
+    """Tokens of whole windows over all data-parallel ranks.
+
+    Ranks are taken to have as many tokens as each other where a number says how many, or the data module. Where a
+    function does, their numbers are added up at the end of every window, in a gloo group: every rank waits for that.
+
+    Making the object is a collective call, and so is every other one.
+
+    Args:
+        trainer: After its process group was initialised.
+        setting: As for ``tokens_in``.
+    """
+
+    def __init__(self, trainer: Trainer, setting: TokensPerBatch) -> None:
+        self._trainer, self._setting = trainer, setting
+        self._group: Any = None
+        self._window = 0.0
+        self._problem: ConfigError | None = None
+        if callable(setting) and data_parallel_size(trainer) > 1 and dist.is_available() and dist.is_initialized():
+            self._group = dist.new_group(backend="gloo")
+
+    def add(self, batch: Any) -> None:
+        """A microbatch was read."""
+        try:
+            if self._group is not None and callable(self._setting):
+                self._window += own_tokens(batch, self._setting)
+            else:
+                self._window += tokens_in(batch, self._trainer, self._setting) or 0.0
+        except ConfigError as error:
+            if self._group is None:
+                raise
+            self._problem = error
+
+    def take(self) -> float:
+        """The window is over: its tokens.
+
+        Raises:
+            ConfigError: As ``own_tokens`` of any rank, on all of them.
+        """
+        window, self._window = self._window, 0.0
+        if self._group is None:
+            return window
+        summed = torch.tensor([window, float(self._problem is not None)], dtype=torch.float64)
+        dist.all_reduce(summed, group=self._group)
+        if summed[1] > 0:
+            everywhere(self._trainer, self._complain)
+        sharing = self._trainer.world_size // data_parallel_size(self._trainer)  # ranks that read the same batch
+        return float(summed[0]) / sharing
+
+    def _complain(self) -> None:
+        if self._problem is not None:
+            raise self._problem
 
 
 def data_parallel_size(trainer: Trainer) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lit_pretrain.checks import number
 from lit_pretrain.errors import ConfigError
 
 AlarmTarget = Callable[[Mapping[str, Any]], object] | str | Sequence[str] | None
@@ -39,6 +40,7 @@ class Alarm:
             raise ConfigError(
                 f"rollback.alarm={target!r} must be a function, a command, or a webhook's address (https://...)."
             )
+        number("rollback.alarm.timeout_s", timeout_s, above=0.0)
         self._target = target
         self._timeout_s = timeout_s
         self._threads: list[threading.Thread] = []

@@ -8,6 +8,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from lit_pretrain.callbacks._compat import loops
+from lit_pretrain.callbacks._everywhere import everywhere
+from lit_pretrain.errors import DataError
 from lit_pretrain.spikes import LedgerFile, Skip, SkipLedger
 
 
@@ -45,31 +47,41 @@ class DataCourse:
             is_resumed: This object's own state was restored.
 
         Raises:
-            DataError: The file is damaged, or tells of another run.
+            DataError: The file is damaged, tells of another run or cannot be written; on every rank.
         """
         is_fresh = trainer.global_step == 0 and not is_resumed
         if not is_resumed:
             self.position = loops.place(trainer).batches[0] // trainer.accumulate_grad_batches
         folder = Path(str(trainer.strategy.broadcast(str(Path(trainer.default_root_dir).expanduser().absolute()))))
         self._file = LedgerFile(self._path if self._path is not None else folder / "spikes.jsonl")
-        lines: list[str] = []
-        if trainer.is_global_zero:
-            if is_fresh:
-                _set_aside(self._file.path)
-            lines = self._file.read().state_dict()
+        lines = everywhere(trainer, lambda: self._read(trainer, is_fresh=is_fresh))
         on_disk = SkipLedger.from_state(trainer.strategy.broadcast(lines))
         ahead = max(0, len(on_disk) - len(self.ledger))
         self.ledger = on_disk.reconciled(self.ledger)
-        if trainer.is_global_zero:
-            for entry in self.ledger.entries[len(on_disk) :]:
-                self._file.append(entry)
+        everywhere(trainer, lambda: self._append(trainer, *self.ledger.entries[len(on_disk) :]))
         if ahead:
             rank_zero_info(f"The ledger {self._file.path} holds {ahead} jumps over bad data that are made again.")
 
-    def enter(self, trainer: Trainer, entry: Skip) -> None:
-        """Add an entry; on the disk before the run goes on."""
+    def _read(self, trainer: Trainer, *, is_fresh: bool) -> list[str]:
+        if not trainer.is_global_zero or self._file is None:
+            return []
+        if is_fresh:
+            _set_aside(self._file.path)
+        self._file.check_writable()
+        return self._file.read().state_dict()
+
+    def _append(self, trainer: Trainer, *entries: Skip) -> None:
         if trainer.is_global_zero and self._file is not None:
-            self._file.append(entry)
+            for entry in entries:
+                self._file.append(entry)
+
+    def enter(self, trainer: Trainer, entry: Skip) -> None:
+        """Add an entry; on the disk before the run goes on. Every rank calls it.
+
+        Raises:
+            DataError: The file cannot be written; on every rank.
+        """
+        everywhere(trainer, lambda: self._append(trainer, entry))
         self.ledger = self.ledger.added(entry)
 
     @property
@@ -112,5 +124,11 @@ def _set_aside(path: Path) -> None:
     while path.exists():
         other = path.with_name(f"{path.stem}-before-{number}{path.suffix}")
         if not other.exists():
-            path.rename(other)
+            try:
+                path.rename(other)
+            except OSError as error:
+                raise DataError(
+                    f"The skip ledger {path} of an earlier run could not be renamed ({error.strerror or error}); move "
+                    "it away, or set rollback.ledger to another file."
+                ) from error
         number += 1

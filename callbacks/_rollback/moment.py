@@ -16,6 +16,7 @@ from lit_pretrain.callbacks._rollback.snapshot import Copier, Snapshot
 from lit_pretrain.callbacks.counters import RunCounters
 from lit_pretrain.callbacks.exact_resume import ExactResume
 from lit_pretrain.callbacks.learning_rate import LearningRateSchedule
+from lit_pretrain.callbacks.non_finite import NonFiniteGuard
 from lit_pretrain.spikes import SnapshotPoint
 
 
@@ -88,6 +89,8 @@ class Moment:
                 callback.rewind(updates=self._counters[0], tokens=self._counters[1])
             elif callback.state_key in self._callbacks:
                 callback.load_state_dict(deepcopy(self._callbacks[callback.state_key]))
+            if isinstance(callback, NonFiniteGuard):
+                callback.went_back(trainer)
             if isinstance(callback, ExactResume):
                 callback.rewind(windows=self.clock.windows)
 

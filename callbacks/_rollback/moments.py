@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from lit_pretrain.callbacks._rollback.data_course import DataCourse
 from lit_pretrain.callbacks._rollback.moment import Moment
 from lit_pretrain.callbacks._rollback.snapshot import Ring
+from lit_pretrain.errors import ConfigError
 from lit_pretrain.spikes import SnapshotPoint, Verdict
 
 
@@ -32,6 +33,26 @@ class Moments:
     def size(self) -> int:
         """Bytes on this rank."""
         return self._ring.size
+
+    @staticmethod
+    def check(path: Path | None) -> None:
+        """Make the folder, and see whether something can be written there.
+
+        Raises:
+            ConfigError: It cannot.
+        """
+        if path is None:
+            return
+        trial = path / "trial.bin"
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            trial.write_bytes(b"0")
+            trial.unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"rollback.disk: snapshots cannot be written to {path} ({error.strerror or error}); name a folder on a "
+                "local disk, or leave it out to keep them in memory."
+            ) from error
 
     def note_save(self) -> None:
         """A checkpoint is being written: a run that resumes from it has no older snapshot, and this one is not to."""

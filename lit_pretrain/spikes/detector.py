@@ -11,6 +11,7 @@ from lit_pretrain.errors import ConfigError
 from lit_pretrain.spikes.rules import Finding, MeanRule, RobustRule, SpikeRule
 from lit_pretrain.spikes.verdict import Kind, Verdict
 
+_RULES: dict[str, SpikeRule] = {"robust": RobustRule(), "mean": MeanRule()}
 _KEYS = ("losses", "norms", "recent", "streak")
 
 
@@ -33,10 +34,11 @@ class SpikeDetector:
 
     def __init__(self, rule: SpikeRule | str = "robust") -> None:
         if isinstance(rule, str):
-            known: dict[str, SpikeRule] = {"robust": RobustRule(), "mean": MeanRule()}
-            if rule not in known:
-                raise ConfigError(f"spikes.rule={rule!r} is unknown; use {' or '.join(known)}, or a rule object.")
-            rule = known[rule]
+            if rule not in _RULES:
+                raise ConfigError(f"spikes.rule={rule!r} is unknown; use {' or '.join(_RULES)}, or a rule object.")
+            rule = _RULES[rule]
+        elif not hasattr(rule, "judge_loss"):
+            raise ConfigError(f"spikes.rule={rule!r} must be {' or '.join(_RULES)}, or a rule object.")
         self.rule = rule
         self._losses: deque[float] = deque(maxlen=rule.window)
         self._norms: deque[float] = deque(maxlen=rule.window)

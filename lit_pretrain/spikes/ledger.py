@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from lit_pretrain.checks import number, whole
 from lit_pretrain.errors import DataError
-from lit_pretrain.spikes._checks import number, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +72,19 @@ class Skip:
             plain = json.loads(line)
             for name in ("loss", "grad_norm", "z"):
                 plain[name] = None if plain[name] is None else float(plain[name])
-            return cls(**plain)
+            entry = cls(**plain)
+            _check_snapshots(entry.details)
+            return entry
         except (ValueError, TypeError, KeyError, RecursionError) as error:  # a ConfigError is a ValueError
             raise DataError(f"{line[:80]!r} is no entry of a skip ledger ({error}).") from error
+
+
+def _check_snapshots(details: object) -> None:
+    if not isinstance(details, Mapping):
+        raise ValueError("details is no mapping")
+    for pair in details.get("snapshots", []):
+        if not (isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int and isinstance(pair[1], bool)):
+            raise ValueError("details.snapshots holds no pairs of an update and true or false")
 
 
 class SkipLedger:

@@ -23,19 +23,51 @@ class LedgerFile:
         self.path = Path(path)
 
     def read(self) -> SkipLedger:
-        """Every complete entry.
+        """Every complete entry; empty lines are passed over.
 
         Raises:
-            DataError: A complete line is none of ours, or the file cannot be read.
+            DataError: A complete line is none of ours or comes twice, or the file cannot be read.
         """
         lines, _ = self._lines()
-        entries = []
+        entries: dict[str, Skip] = {}
         for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
             try:
-                entries.append(Skip.from_json(line.decode(errors="replace")))
+                entry = Skip.from_json(line.decode(errors="replace"))
             except DataError as error:
                 raise DataError(f"{self.path}, line {number}: {error} Repair or remove the line.") from error
-        return SkipLedger(entries)
+            if entry.to_json() in entries:
+                raise DataError(
+                    f"{self.path}, line {number} repeats an entry above it, and a run leaves no data out twice; remove "
+                    "the line."
+                )
+            entries[entry.to_json()] = entry
+        return SkipLedger(list(entries.values()))
+
+    def check_writable(self) -> None:
+        """Leaves nothing behind.
+
+        Raises:
+            DataError: An entry could not be written.
+        """
+        problem = None
+        try:
+            if self.path.exists():
+                with self.path.open("r+b"):
+                    return
+            place = next(folder for folder in self.path.absolute().parents if os.path.lexists(folder))
+            if not place.is_dir():
+                problem = f"{place} is no folder"
+            elif not os.access(place, os.W_OK | os.X_OK):
+                problem = f"nothing can be written in {place}"
+        except OSError as error:
+            problem = error.strerror or str(error)
+        if problem is not None:
+            raise DataError(
+                f"The skip ledger {self.path} could not be written ({problem}); set rollback.ledger or the trainer's "
+                "default_root_dir to a place that can."
+            )
 
     def append(self, entry: Skip) -> None:
         """Add an entry; returns when it is on the disk.

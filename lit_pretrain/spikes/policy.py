@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lit_pretrain.checks import number, whole
 from lit_pretrain.errors import ConfigError
-from lit_pretrain.spikes._checks import number, whole
 from lit_pretrain.spikes.ledger import Skip, SkipLedger
 from lit_pretrain.spikes.verdict import Verdict
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from lit_pretrain.checks import number, whole
 from lit_pretrain.errors import ConfigError
-from lit_pretrain.spikes._checks import number, whole
 from lit_pretrain.spikes.noise import MEDIAN_TO_MEAN, level, median, noise
 
 _SMALLEST_NOISE = 1e-12  # a constant curve has none
@@ -73,7 +73,7 @@ class SpikeRule(Protocol):
 
 
 def _check_window(name: str, *, window: int, min_steps: int, patience: int) -> None:
-    whole(f"{name}.window", window, least=10)
+    whole(f"{name}.window", window, least=10, most=1_000_000)
     whole(f"{name}.min_steps", min_steps, least=2)
     whole(f"{name}.patience", patience, least=1)
     if min_steps > window:

@@ -203,3 +203,35 @@ def test_a_ledger_that_cannot_be_written_says_so(tmp_path):
 def test_impossible_entries_are_refused(change, match):
     with pytest.raises(ConfigError, match=match):
         Skip(**{"step": 10, "low": 10, "high": 15, "spike": 15, "kind": "jump"} | change)
+
+
+def test_empty_lines_are_passed_over(tmp_path):
+    """An editor may leave them."""
+    file = LedgerFile(tmp_path / "spikes.jsonl")
+    file.path.write_text(f"\n{skip(0, 2).to_json()}\n  \n{skip(4, 6).to_json()}\n")
+    assert file.read().ranges == ((0, 2), (4, 6))
+
+
+def test_an_entry_that_comes_twice_is_refused(tmp_path):
+    file = LedgerFile(tmp_path / "spikes.jsonl")
+    file.path.write_text(f"{skip(0, 2).to_json()}\n{skip(0, 2).to_json()}\n")
+    with pytest.raises(DataError, match=r"line 2 repeats an entry above it.*; remove the line"):
+        file.read()
+
+
+@pytest.mark.parametrize("details", [[], {"snapshots": 3}, {"snapshots": [[1]]}, {"snapshots": [["1", True]]}])
+def test_details_of_another_kind_are_refused(details):
+    line = json.dumps({"step": 1, "low": 1, "high": 2, "spike": 2, "kind": "jump", "details": details})
+    whole = json.loads(skip(0, 2).to_json()) | json.loads(line)
+    with pytest.raises(DataError, match=r"is no entry of a skip ledger"):
+        Skip.from_json(json.dumps(whole))
+
+
+@pytest.mark.parametrize("place", ["file/spikes.jsonl", "folder", "file/deep/spikes.jsonl"])
+def test_a_place_that_takes_no_ledger_is_known_beforehand(tmp_path, place):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DataError, match=r"could not be written \(.*\); set rollback\.ledger"):
+        LedgerFile(tmp_path / place).check_writable()
+    LedgerFile(tmp_path / "new" / "spikes.jsonl").check_writable()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]  # nothing was made
