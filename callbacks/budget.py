@@ -10,13 +10,18 @@ from typing import Any, ClassVar, Literal
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
-from torch import nn
 
 from lit_pretrain import units
 from lit_pretrain.callbacks import _compat
 from lit_pretrain.callbacks._agreement import Agreement
 from lit_pretrain.callbacks._compat import loops
-from lit_pretrain.callbacks._measuring.tokens import TokensPerBatch, check_tokens_per_batch
+from lit_pretrain.callbacks._measuring.budget_summary import count_parameters, describe, name_limits
+from lit_pretrain.callbacks._measuring.tokens import (
+    TokensPerBatch,
+    check_tokens_per_batch,
+    data_parallel_size,
+    full_accumulation,
+)
 from lit_pretrain.callbacks._saving.run_end import RunEnd
 from lit_pretrain.callbacks.counters import RunCounters
 from lit_pretrain.callbacks.learning_rate import LearningRateSchedule
@@ -46,7 +51,8 @@ class ChinchillaBudget(Callback):
 
     Logs ``budget/fraction`` of the nearest limit, ``budget/tokens_per_parameter``, ``budget/hours_left`` and, with a
     price, ``budget/cost``. At the end there is a checkpoint, and a summary: printed, as text in TensorBoard and in
-    ``budget.json``.
+    ``budget.json``. The laws predict losses of language models: of modules with ``flops_per_token``, or data modules
+    with ``tokens_per_update``.
 
     Args:
         ratio: Tokens per parameter, or None.
@@ -160,11 +166,10 @@ class ChinchillaBudget(Callback):
             self.agreement = Agreement.of(trainer)
             self.agreement.ask(_TIME, lambda: int(trainer.is_global_zero and self._time_is_up(trainer)))
             self.agreement.ask(_END, lambda: self._proposed_end(trainer) if trainer.is_global_zero else 0)
-        tokens = self._limits()
-        name = min(tokens, key=lambda key: tokens[key]) if tokens else None
         both = ", ".join(f"{units.count(n)} {key.replace('_', '-')}" for key, n in self._parameters.items())
-        to = "a limit of time" if name is None else f"{units.count(tokens[name])} tokens (budget.{name})"
+        to = name_limits(self._limits(), self._seconds(trainer), max_cost=self.budget.max_cost)
         rank_zero_info(f"Budget: parameters {both}; the run ends at {to}.")
+        self._end_of_run.begin(trainer)
         if trainer.global_step > 0:  # counts are restored: the same on every rank
             self.reason = self._reached(time_is_up=self._time_is_up(trainer), trainer=trainer)
             if self.reason is not None:
@@ -195,6 +200,7 @@ class ChinchillaBudget(Callback):
         if self._schedule is None:
             return
         limits = self._limits()
+        self._tell_update_size(trainer)
         datamodule = getattr(trainer, "datamodule", None)
         if limits and trainer.max_steps != -1 and isinstance(datamodule, TokenAccounting):
             limits["trainer.max_steps"] = float(trainer.max_steps * datamodule.tokens_per_update)
@@ -207,6 +213,12 @@ class ChinchillaBudget(Callback):
                     f"{self._schedule.horizon.warmup_fraction} has no meaning; set schedule.warmup_steps."
                 )
             self._schedule.end_at(_ENDLESS)
+
+    def _tell_update_size(self, trainer: Trainer) -> None:
+        """The schedule counts tokens too, and no data module tells it."""
+        per_batch = self._counters.tokens_per_batch
+        if self._schedule is not None and isinstance(per_batch, int):
+            self._schedule.update_uses(per_batch * data_parallel_size(trainer) * full_accumulation(trainer))
 
     def _time_is_up(self, trainer: Trainer) -> bool:
         limits = self._seconds(trainer).values()
@@ -297,7 +309,7 @@ class ChinchillaBudget(Callback):
         """Sum up; save, if nobody else saves the end."""
         self.agreement = None
         self.summary = self._sum_up(trainer)
-        self._end_of_run.save(trainer)
+        self._end_of_run.save(trainer, reason=self.reason)
         self._end_of_run.close(trainer)
         if trainer.is_global_zero and not _compat.is_debugging(trainer):
             text = describe(self.summary)
@@ -311,6 +323,9 @@ class ChinchillaBudget(Callback):
 
     def _sum_up(self, trainer: Trainer) -> dict[str, Any]:
         counters, logged = self._counters, trainer.callback_metrics
+        is_language_model = self._flops_per_token is not None or isinstance(
+            getattr(trainer, "datamodule", None), TokenAccounting
+        )
         names = _LOSSES if self.loss is None else (self.loss,)
         name, loss = next(
             ((name, float(logged[name])) for name in names if name in logged and math.isfinite(float(logged[name]))),
@@ -333,7 +348,9 @@ class ChinchillaBudget(Callback):
             else self.budget.price_per_device_hour * counters.device_seconds / 3600.0,
             "loss": loss,
             "loss_name": name,
-            "predicted": {law.name: law.loss(parameters=self.parameters, tokens=tokens) for law in LAWS.values()},
+            "predicted": {law.name: law.loss(parameters=self.parameters, tokens=tokens) for law in LAWS.values()}
+            if is_language_model
+            else {},
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -343,34 +360,3 @@ class ChinchillaBudget(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on."""
         self._end = int(state_dict["end"])
-
-
-def count_parameters(module: nn.Module) -> dict[str, int]:
-    """``all`` trained parameters, and those ``non_embedding``; a tied weight once, as an embedding."""
-    embeddings = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    trained = [p for p in module.parameters() if p.requires_grad]
-    return {
-        "all": sum(p.numel() for p in trained),
-        "non_embedding": sum(p.numel() for p in trained if id(p) not in embeddings),
-    }
-
-
-def describe(summary: dict[str, Any]) -> str:
-    """The summary as a table."""
-    parameters = ", ".join(f"{units.count(n)} {name.replace('_', '-')}" for name, n in summary["parameters"].items())
-    rows = [
-        ("ended", summary["reason"]),
-        ("parameters N", f"{parameters} ({summary['counted'].replace('_', '-')} count)"),
-        ("tokens D", f"{units.count(summary['tokens'])} that count, {units.count(summary['tokens_read'])} read"),
-        ("tokens/parameter", f"{summary['tokens_per_parameter']:.2f}"),
-        ("compute C", f"{summary['flops']:.3g} FLOPs in {units.duration(summary['hours'] * 3600.0)}"),
-    ]
-    if summary["cost"] is not None:
-        rows.append(("cost", f"{summary['cost']:.2f} for {summary['device_hours']:.2f} device hours"))
-    loss = summary["loss"]
-    unknown = "not known; name what the module logs with loss=..."
-    rows.append((summary["loss_name"] or "loss", unknown if loss is None else f"{loss:.4f} nats per token"))
-    for name, predicted in summary["predicted"].items():
-        stands = "" if loss is None else f"; this run stands {loss - predicted:+.4f} to it, on other text"
-        rows.append((name, f"{predicted:.4f} predicted{stands}"))
-    return "\n".join(["", "budget", *(f"  {name:<24}{value}" for name, value in rows)])

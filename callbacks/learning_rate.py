@@ -89,6 +89,7 @@ class LearningRateSchedule(Callback):
         self.tokens_per_update = tokens_per_update
         self._hook: RemovableHandle | None = None
         self._datamodule: object = None
+        self._told_tokens: int | None = None
         self._start: float | None = start_ratio
         self._reset()
 
@@ -142,6 +143,10 @@ class LearningRateSchedule(Callback):
         For a factor that its owner can tell at any update of the run: nothing of it is saved here.
         """
         self._followed = factor
+
+    def update_uses(self, tokens: int) -> None:
+        """Somebody who counts them says how many tokens an update uses; what the user or the data module says wins."""
+        self._told_tokens = tokens
 
     def use_share(self, share: float) -> None:
         """Updates from here on use this share of the tokens that an update of full size does."""
@@ -286,7 +291,9 @@ class LearningRateSchedule(Callback):
     def _tokens_per_update(self) -> int | None:
         if self.tokens_per_update is not None:
             return self.tokens_per_update
-        return self._datamodule.tokens_per_update if isinstance(self._datamodule, TokenAccounting) else None
+        if isinstance(self._datamodule, TokenAccounting):
+            return self._datamodule.tokens_per_update
+        return self._told_tokens
 
     def _unit(self) -> float:
         if not self.horizon.in_tokens:

@@ -95,9 +95,9 @@ class NonFiniteGuard(Callback):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, GradientClipping) and callback.non_finite != "ignore":
                 raise ConfigError(
-                    f"callbacks.non_finite.action={self.action} and callbacks.clipping.non_finite="
-                    f"{callback.non_finite} would both deal with gradients that are not finite; set "
-                    "callbacks.clipping.non_finite=ignore."
+                    f"NonFiniteGuard(action={self.action!r}) and GradientClipping(non_finite={callback.non_finite!r}) "
+                    "would both deal with gradients that are not finite; give it non_finite='ignore' "
+                    "(callbacks.clipping.non_finite=ignore)."
                 )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

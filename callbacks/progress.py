@@ -223,7 +223,7 @@ class PretrainProgress(TQDMProgressBar):
             ),
         ]
         done = step - self._first_update
-        if self._total is not None and done > 0:
+        if self._total is not None and done > 0 and not trainer.should_stop:
             left = (self.clock() - self._began_s) / done * (self._total - step)
             said.append(f"{units.duration(left)} left")
         self.print(" | ".join(said))

@@ -165,6 +165,7 @@ class LossSpikeRollback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the ledger; listen to optimizers and batches."""
         self._watch.start(trainer)
+        self._end.begin(trainer)
         self._reports.start(trainer)
         if not self._is_resumed:
             self._updates = trainer.global_step
@@ -366,7 +367,7 @@ class LossSpikeRollback(Callback):
         self._tell(trainer)
         if self.stop_reason is not None:
             say(f"LossSpikeRollback has ended the run: {self.stop_reason}")
-            self._end.save(trainer)
+            self._end.save(trainer, reason=self.stop_reason)
         self._watch.close()
         self._close(trainer)
 

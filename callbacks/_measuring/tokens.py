@@ -42,7 +42,7 @@ def tokens_in(batch: Any, trainer: Trainer, setting: TokensPerBatch) -> float | 
         datamodule = getattr(trainer, "datamodule", None)
         if not isinstance(datamodule, TokenAccounting):
             return None
-        return datamodule.tokens_per_update / _full_accumulation(trainer)
+        return datamodule.tokens_per_update / full_accumulation(trainer)
     return own_tokens(batch, setting) * data_parallel_size(trainer)
 
 
@@ -127,7 +127,7 @@ def data_parallel_size(trainer: Trainer) -> int:
     return max(1, int(sampler["num_replicas"])) if sampler else 1
 
 
-def _full_accumulation(trainer: Trainer) -> int:
+def full_accumulation(trainer: Trainer) -> int:
     """Microbatches of an update of full size, also while ``BatchSizeRamp`` makes smaller ones."""
     ramps = [getattr(c, "full_accumulation", 0) for c in trainer.callbacks]  # type: ignore[attr-defined]
     return max(ramps, default=0) or int(trainer.accumulate_grad_batches)

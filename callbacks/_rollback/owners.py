@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 
 from lit_pretrain.callbacks._compat.rewind import saves_every
 from lit_pretrain.callbacks.clipping import GradientClipping
@@ -25,14 +25,20 @@ def check_owners(trainer: Trainer, rollback: Callback, *, mode: str) -> None:
     clipping = next((c for c in callbacks if isinstance(c, GradientClipping)), None)
     if clipping is not None and mode != "warn" and clipping.non_finite != "ignore":
         raise ConfigError(
-            f"callbacks.rollback.mode={mode} takes care of updates that are not finite, and "
-            f"callbacks.clipping.non_finite={clipping.non_finite} would too; set callbacks.clipping.non_finite=ignore."
+            f"LossSpikeRollback(mode={mode!r}) takes care of updates that are not finite, and "
+            f"GradientClipping(non_finite={clipping.non_finite!r}) would too; give it non_finite='ignore' "
+            "(callbacks.clipping.non_finite=ignore)."
         )
     names = {c.__name__ for c in type(trainer.strategy).__mro__} & set(_OUT_OF_REACH)
     if names and mode == "rollback":
         raise ConfigError(
             f"LossSpikeRollback cannot reach the states of strategy={names.pop()}; use ddp or a strategy of "
-            "lit-pretrain, or callbacks.rollback.mode=skip."
+            "lit-pretrain, or LossSpikeRollback(mode='skip') (callbacks.rollback.mode=skip)."
+        )
+    if mode != "warn" and any(isinstance(c, StochasticWeightAveraging) for c in callbacks):
+        raise ConfigError(
+            "StochasticWeightAveraging keeps an average and a schedule that LossSpikeRollback cannot take back; use "
+            "Lightning's WeightAveraging, or LossSpikeRollback(mode='warn')."
         )
 
 

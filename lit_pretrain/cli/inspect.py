@@ -19,7 +19,7 @@ from lit_pretrain import units
 from lit_pretrain.cli import launch, resume, saved, spikes_seen, sweep
 from lit_pretrain.cli.outlook import Outlook, get, look
 from lit_pretrain.cli.resolvers import resolve
-from lit_pretrain.cli.runstate import RunState, read_state
+from lit_pretrain.cli.runstate import BUDGET, STOPPED, RunState, left_behind, read_state
 from lit_pretrain.cli.table import Section, columns, layout
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.instantiate import checkpoints
@@ -90,13 +90,14 @@ def describe(run_dir: Path, *, verify: bool, as_json: bool = False) -> str:
 
 
 def _is_a_run(run_dir: Path) -> bool:
-    names = (*_OURS, checkpoints.FOLDER, spikes_seen.FILE, "tensorboard")
+    names = (*_OURS, checkpoints.FOLDER, spikes_seen.FILE, STOPPED, BUDGET, "tensorboard")
     return any((run_dir / name).exists() for name in names)
 
 
 def _is_foreign(run_dir: Path) -> bool:
     """Whether another program than ours began the run: its callbacks left something, our command line did not."""
-    left = bool(checkpoints.listed(run_dir / checkpoints.FOLDER)) or (run_dir / spikes_seen.FILE).exists()
+    left = any((run_dir / name).exists() for name in (spikes_seen.FILE, STOPPED, BUDGET))
+    left = left or bool(checkpoints.listed(run_dir / checkpoints.FOLDER))
     return left and not any((run_dir / name).exists() for name in _OURS)
 
 
@@ -112,6 +113,7 @@ def _run(run_dir: Path, config: Mapping[str, Any], outlook: Outlook, state: RunS
     if config:
         rows += _what(config, outlook)
     rows.append(("reached", _reached(outlook, state)))
+    rows += left_behind(run_dir)
     for name, unit in SHOWN.items():
         if name in state.metrics:
             rows.append((name, f"{state.metrics[name]:.4f} {unit}".rstrip()))
@@ -272,6 +274,7 @@ def _json(run_dir: Path, config: Mapping[str, Any], state: RunState, facts: Sequ
             for f in facts
         ],
         "spikes": spikes_seen.as_json(spikes_seen.read(run_dir)[0]),
+        "left_behind": dict(left_behind(run_dir)),
         "notes": list(state.notes),
         "has_configuration": bool(config),
     }

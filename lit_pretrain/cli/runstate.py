@@ -16,6 +16,9 @@ from lit_pretrain.cli import early, failures, launch, report
 from lit_pretrain.instantiate import checkpoints
 from lit_pretrain.instantiate.checkpoints import CheckpointFacts
 
+STOPPED, BUDGET = "stopped.json", "budget.json"
+"""What LossSpikeRollback and ChinchillaBudget leave at their ends."""
+
 Kind = Literal["running", "finished", "preempted", "failed", "interrupted", "unknown"]
 
 
@@ -50,9 +53,30 @@ def read_state(run_dir: Path) -> RunState:
     if not isinstance(steps, int):
         steps = max((c.step for c in found if c.step is not None), default=None)
         seen, metrics = last_curves(run_dir)
-        if seen is not None:
-            steps = max(seen, steps or 0)
+        known = [
+            n for n in (seen, _updates(run_dir / STOPPED, notes), _updates(run_dir / BUDGET, notes)) if n is not None
+        ]
+        steps = max([*known, steps or 0]) if known else steps
     return RunState(kind=kind, sentence=sentence, steps=steps, metrics=metrics, checkpoints=found, notes=tuple(notes))
+
+
+def _updates(path: Path, notes: list[str]) -> int | None:
+    found = (_read_json(path, notes) or {}).get("updates")
+    return found if isinstance(found, int) and not isinstance(found, bool) else None
+
+
+def left_behind(run_dir: Path) -> list[tuple[str, str]]:
+    """What the callbacks that end a run have left: why, and what it came to. Damage is told of elsewhere."""
+    rows, notes = [], list[str]()
+    stopped, budget = _read_json(run_dir / STOPPED, notes) or {}, _read_json(run_dir / BUDGET, notes) or {}
+    if stopped.get("reason"):
+        rows.append(("stopped", f"by {stopped.get('by')}: {stopped['reason']}"))
+    tokens, ratio, loss = (budget.get(name) for name in ("tokens", "tokens_per_parameter", "loss"))
+    if isinstance(tokens, int | float) and isinstance(ratio, int | float):
+        name = budget.get("loss_name") or "loss"
+        last = f", {name} {loss:.4f}" if isinstance(loss, int | float) else ""
+        rows.append(("budget", f"{units.count(tokens)} tokens that count, {ratio:.2f} per parameter{last}"))
+    return rows
 
 
 def _ending(run_dir: Path, result: Mapping[str, Any] | None, notes: list[str]) -> tuple[Kind, str]:

@@ -8,6 +8,10 @@ from lit_pretrain.errors import ConfigError
 
 FLOPS_PER_PARAMETER = 6.0  # of a trained token, forward and backward: C = 6 N D
 
+# Of the runs that both laws were fitted to (Hoffmann et al. 2022, abstract).
+FITTED_PARAMETERS = (70e6, 16e9)
+FITTED_TOKENS = (5e9, 500e9)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingLaw:

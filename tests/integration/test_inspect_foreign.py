@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lit_pretrain.callbacks import ExactResume, RunCheckpoint
+from lit_pretrain.callbacks import ChinchillaBudget, ExactResume, LossSpikeRollback, RunCheckpoint
 from lit_pretrain.cli import main
 from lit_pretrain.plugins import FolderCheckpointIO
-from lit_pretrain.spikes import LedgerFile, Skip
+from lit_pretrain.spikes import LedgerFile, RollbackPolicy, Skip
 from tests.unit.callbacks.tiny import Tiny, loader, trainer
 
 
@@ -51,3 +53,30 @@ def test_the_ledger_alone_is_a_run(folder: Path, tmp_path: Path, capfd: pytest.C
     assert "update 3: high, loss 9.5" in inspected(capfd, str(alone))
     (entry,) = json.loads(inspected(capfd, str(alone), "format=json"))["spikes"]
     assert entry["left_out"] == [2, 4]
+
+
+def test_what_a_budget_came_to_and_why_it_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """100 tokens a batch: the third update reaches 250, and stands in no checkpoint of Lightning's."""
+    saver = ModelCheckpoint(tmp_path / "checkpoints", "{step}", every_n_train_steps=2, save_top_k=-1)
+    budget = ChinchillaBudget(None, max_tokens=250, tokens_per_batch=100)
+    trainer(tmp_path, budget, saver, max_steps=10, enable_checkpointing=True).fit(Tiny(lr=0.01), loader())
+    out = inspected(capfd, str(tmp_path))
+    assert "3 updates" in out
+    assert "by budget: budget.max_tokens is reached with 300 tokens" in out
+    assert "300 tokens that count" in out
+    left = json.loads(inspected(capfd, str(tmp_path), "format=json"))["left_behind"]
+    assert left["stopped"].startswith("by budget")
+
+
+def test_why_a_rollback_gave_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """And a run that goes on from there has not stopped."""
+
+    class Bad(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) * float("nan")
+
+    back = LossSpikeRollback(policy=RollbackPolicy(max_rollbacks=0))
+    trainer(tmp_path, back, max_steps=4).fit(Bad(lr=0.01), loader())
+    assert "by rollback: Update 1: the loss is nan" in inspected(capfd, str(tmp_path))
+    trainer(tmp_path, LossSpikeRollback(), max_steps=1).fit(Tiny(lr=0.01), loader())
+    assert not (tmp_path / "stopped.json").exists()

@@ -40,6 +40,15 @@ def test_every_command_composes(repository, capsys, tmp_path, monkeypatch):
         assert main([*words, "--cfg", "job"]) == 0, (line, capsys.readouterr())
 
 
+def test_explain_as_it_is_written(repository, capsys, tmp_path, monkeypatch):
+    """Nothing is left to be filled in."""
+    monkeypatch.chdir(tmp_path)
+    lines = [line for line in commands(repository) if line.startswith("lit-pretrain explain ")]
+    assert lines
+    for line in lines:
+        assert main(shlex.split(line)[1:]) == 0, capsys.readouterr()
+
+
 def test_the_errors_shown_are_the_errors_printed(repository, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = (repository / "README.md").read_text(encoding="utf-8")

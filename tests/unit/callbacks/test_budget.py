@@ -19,7 +19,7 @@ from lit_pretrain.callbacks import (
     WarmupStableDecay,
     sort_callbacks,
 )
-from lit_pretrain.callbacks.budget import count_parameters
+from lit_pretrain.callbacks._measuring.budget_summary import count_parameters, describe, name_limits
 from lit_pretrain.errors import ConfigError
 
 TOKENS = 10  # of a batch
@@ -319,3 +319,47 @@ def test_nothing_is_trained(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"budget\.count=all counts no trained parameter"):
         trainer.fit(Line().requires_grad_(False), torch.utils.data.DataLoader(torch.arange(4) % 10))
+
+
+def test_a_warmup_of_a_share_needs_nothing_else(tmp_path: Path) -> None:
+    """The budget knows what an update uses, and tells the schedule: 240 tokens are 12 updates of 2 batches."""
+    rates = Rates()
+    budget, schedule = ChinchillaBudget(20, tokens_per_batch=TOKENS), WarmupCosine(warmup_fraction=0.25, min_ratio=0.1)
+    trainer, _ = fit(tmp_path, budget, schedule, rates, accumulate_grad_batches=2)
+    assert trainer.global_step == 12
+    assert rates.seen[2] == pytest.approx(0.1)  # the peak, after 3 updates
+    assert rates.seen[-1] == min(rates.seen[3:])
+    assert rates.seen[-1] == pytest.approx(0.01, abs=2e-3)
+
+
+def test_every_limit_is_named() -> None:
+    said = name_limits({"ratio": 240.0, "max_tokens": 100.0}, {"max_hours": 7200.0, "max_cost": 3600.0}, max_cost=12.5)
+    assert said == (
+        "the first of 100 tokens (budget.max_tokens), 240 tokens (budget.ratio), 2h00m (budget.max_hours), 1h00m, 12.5 "
+        "in money (budget.max_cost)"
+    )
+    assert name_limits({"ratio": 240.0}, {}, max_cost=None) == "240 tokens (budget.ratio)"
+
+
+class NoLanguage(Line):
+    flops_per_token = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(("kind", "compared"), [(Line, True), (NoLanguage, False)])
+def test_laws_of_text_speak_of_language_models_alone(tmp_path: Path, kind: type[Line], compared: bool) -> None:
+    budget = ChinchillaBudget(20, tokens_per_batch=TOKENS)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=5,
+        callbacks=[budget, Logs(val_loss=2.0)],
+        default_root_dir=tmp_path,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(kind(), torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(400) % 10)))
+    text = describe(budget.summary)
+    assert ("predicted" in text) == compared
+    assert ("2.0000 nats per token" in text) == compared
+    assert ("far from the runs that these were fitted to: 70M to 16B parameters, 5B to 500B tokens" in text) == compared

@@ -96,7 +96,7 @@ def test_a_healthy_run_says_nothing() -> None:
 
 
 def test_clipping_may_not_decide_too() -> None:
-    with pytest.raises(ConfigError, match=r"callbacks\.clipping\.non_finite=error would both"):
+    with pytest.raises(ConfigError, match=r"GradientClipping\(non_finite='error'\) would both"):
         fit(Net(at=99, how="none"), NonFiniteGuard(), GradientClipping(1.0))
 
 

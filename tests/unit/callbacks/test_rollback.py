@@ -8,9 +8,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 
-from lit_pretrain.callbacks import LossSpikeRollback
+from lit_pretrain.callbacks import GradientClipping, LossSpikeRollback
 from lit_pretrain.errors import ConfigError
 
 
@@ -42,6 +43,12 @@ class Line(pl.LightningModule):
         self.line = nn.Linear(1, 1)
         self.validated = 0
 
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.line(batch).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.validated += 1
 
@@ -54,3 +61,21 @@ def test_a_validation_alone_is_left_alone(tmp_path: Path) -> None:
     trainer.validate(module, torch.utils.data.DataLoader(torch.zeros(3, 1)), verbose=False)
     assert module.validated == 3
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (GradientClipping(1.0), r"GradientClipping\(non_finite='\w+'\) would too; give it non_finite='ignore'"),
+        (
+            StochasticWeightAveraging(1e-3),
+            r"StochasticWeightAveraging keeps an average .* Lightning's WeightAveraging",
+        ),
+    ],
+)
+def test_who_does_not_go_with_it(tmp_path: Path, other: Any, message: str) -> None:
+    trainer = pl.Trainer(
+        accelerator="cpu", logger=False, default_root_dir=tmp_path, callbacks=[LossSpikeRollback(), other], max_steps=1
+    )
+    with pytest.raises(ConfigError, match=message):
+        trainer.fit(Line(), torch.utils.data.DataLoader(torch.zeros(3, 1)))
