@@ -186,6 +186,7 @@ class LossSpikeRollback(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Listen to this epoch's batches; the loaders may be others."""
         if self._fetches is not None:
+            self._fetches.epoch_has_ended()
             self._fetches.listen()
 
     def _tell(self, trainer: Trainer) -> None:
@@ -282,6 +283,8 @@ class LossSpikeRollback(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """No epoch's end either."""
         self.before_save(trainer)
+        if self._fetches is not None:
+            self._fetches.epoch_ends()
 
     def _look(self, trainer: Trainer, *, wait: bool) -> None:
         for seen in self._watch.look(wait=wait):
@@ -385,5 +388,7 @@ class LossSpikeRollback(Callback):
         if self._moments is not None:
             self._moments.close()
             self._moments = None
+        if self._fetches is not None:
+            self._fetches.epoch_has_ended()
         rewind.stop_listening(trainer)
         self._reports.close()

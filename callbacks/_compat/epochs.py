@@ -5,6 +5,7 @@ Private in Lightning 2.6, without a public counterpart. Can go when the trainer 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -27,6 +28,23 @@ def step_schedulers(trainer: Trainer, *, epoch: int) -> None:
             progress.increment_ready()
             trainer.lightning_module.lr_scheduler_step(config.scheduler, None)
             progress.increment_completed()
+
+
+def hold_plateaus(trainer: Trainer) -> Callable[[], None]:
+    """Keep schedulers that watch a metric from stepping at this epoch's end; call what comes back after it.
+
+    The validation that they wait for was left out: Lightning would show them a value of long ago, or end the run for
+    want of one.
+    """
+    held = [c for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "epoch"]
+    for config in held:
+        config.interval = "held"
+
+    def release() -> None:
+        for config in held:
+            config.interval = "epoch"
+
+    return release
 
 
 def draws_orders(trainer: Trainer) -> bool:

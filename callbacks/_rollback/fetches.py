@@ -30,10 +30,24 @@ class Fetches:
     def __init__(self, trainer: Trainer, course: DataCourse, *, fetched: Callable[[], None]) -> None:
         self._trainer, self._course, self._tell = trainer, course, fetched
         self._owed: _random.State | None = None  # for the next window; None where numbers are drawn as ever
+        self._end_is_left_out = False  # of this epoch, so that no validation stands there
+        self._release: Callable[[], None] | None = None
 
     def listen(self) -> None:
         """To this epoch's batches; the loaders may be others than those of the last."""
         rewind.listen_to_fetches(self._trainer, self)
+
+    def epoch_ends(self) -> None:
+        """Before schedulers step that watch a metric."""
+        if self._end_is_left_out:
+            self._release = epochs.hold_plateaus(self._trainer)
+
+    def epoch_has_ended(self) -> None:
+        """After it; also where the run ends with it."""
+        self._end_is_left_out = False
+        release, self._release = self._release, None
+        if release is not None:
+            release()
 
     def owe(self, random: _random.State) -> None:
         """The next window begins with this state, whatever is drawn until then."""
@@ -51,6 +65,7 @@ class Fetches:
         """
         now = self._trainer.current_epoch
         over = loops.epoch_is_over(self._trainer)
+        self._end_is_left_out = over
         for ended in range(epoch, now + over):
             epochs.step_schedulers(self._trainer, epoch=ended)
             if ended == now:
@@ -78,6 +93,7 @@ class Fetches:
 
     def left_out_to_the_end(self) -> None:
         """The last batch of the epoch was left out: Lightning steps schedules behind one that was trained on."""
+        self._end_is_left_out = True
         epochs.step_schedulers(self._trainer, epoch=self._trainer.current_epoch)
 
     def fetched(self) -> None:

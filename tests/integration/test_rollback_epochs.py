@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import WeightAveraging
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 from lit_pretrain.errors import RankError
 from tests.support import shuffled
@@ -55,6 +58,58 @@ def test_dropped_updates_leave_no_trace_either(tmp_path: Path, poison: int) -> N
     got = shuffled.train(str(tmp_path), poison=[poison], dropout=0.3, mode="skip")
     assert [entry[1:] for entry in got["ledger"]] == [(poison, poison + 1)]
     assert differing(got, shuffled.never_saw(got["ledger"], dropout=0.3)) == []
+
+
+class Stream(IterableDataset[Any]):
+    """Rows in an order that is drawn in each epoch but the first, which is read before anybody can seed."""
+
+    def __init__(self) -> None:
+        self.rows, self.begun = shuffled.loader().dataset, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begun += 1
+        order = torch.arange(shuffled.ROWS) if self.begun == 1 else torch.randperm(shuffled.ROWS)
+        for row in order.tolist():
+            yield self.rows[row]
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "workers": lambda: DataLoader(shuffled.loader().dataset, shuffled.BATCH, shuffle=True, num_workers=1),
+    "weighted": lambda: DataLoader(
+        shuffled.loader().dataset, shuffled.BATCH, sampler=WeightedRandomSampler([1.0] * shuffled.ROWS, shuffled.ROWS)
+    ),
+    "a stream without a length": lambda: DataLoader(Stream(), shuffled.BATCH),
+}
+
+
+@pytest.mark.filterwarnings("ignore:An IterableDataset begins its epoch again")
+@pytest.mark.parametrize("data", LOADERS.values(), ids=LOADERS)
+@pytest.mark.parametrize("poison", [13, 15])
+def test_other_loaders(tmp_path: Path, poison: int, data: Callable[[], Any]) -> None:
+    got = shuffled.train(str(tmp_path), poison=[poison], dropout=0.3, data=data)
+    assert len(got["ledger"]) == 1
+    assert differing(got, shuffled.never_saw(got["ledger"], dropout=0.3, data=data)) == []
+
+
+@pytest.mark.parametrize("poison", [6, 13, 15])
+def test_a_plateau_is_not_told_of_a_validation_that_was_left_out(tmp_path: Path, poison: int) -> None:
+    """An epoch whose last batches are left out has no validation; 6 leaves the first one out, so that none is known."""
+    told = []
+
+    class Plateau(shuffled.Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("epoch", float(self.trainer.current_epoch))
+
+        def configure_optimizers(self) -> Any:
+            optimizer = self.optimizer()
+            scheduler = ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "epoch"}}
+
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            told.append(int(metric))
+
+    shuffled.train(str(tmp_path), poison=[poison], kind=Plateau, held=shuffled.loader())
+    assert told == {6: [1, 2, 3], 13: [0, 2, 3], 15: [0, 1, 2, 3]}[poison]
 
 
 AVERAGES: dict[str, Callable[[int | None, int | None], bool]] = {

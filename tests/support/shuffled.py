@@ -86,6 +86,8 @@ def train(
     save_every: int | None = None,
     extra: list[Any] | None = None,
     kind: type[Net] = Net,
+    data: Callable[[], Any] | None = None,
+    held: Any = None,
     **rollback: Any,
 ) -> dict[str, Any]:
     """Train in ``folder``, from its newest checkpoint if there is one; give what has to be equal, and the ledger."""
@@ -110,10 +112,11 @@ def train(
         callbacks=callbacks,
         default_root_dir=folder,
         logger=False,
+        num_sanity_val_steps=0,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(net, loader(rows), ckpt_path=saved[-1] if saved else None)
+    trainer.fit(net, loader(rows) if data is None else data(), held, ckpt_path=saved[-1] if saved else None)
     return {
         **outcome(net, trainer.optimizers[0]),
         "seen": net.seen,
@@ -140,6 +143,7 @@ def never_saw(
     averages: Callable[[int | None, int | None], bool] | None = None,
     kind: type[Net] = Net,
     update: Callable[[Any, torch.optim.Optimizer, list[Any]], None] | None = None,
+    data: Callable[[], Any] | None = None,
 ) -> dict[str, Any]:
     """A loop of torch that reads the windows ``low`` to ``high`` of every entry and does nothing with them.
 
@@ -151,9 +155,10 @@ def never_saw(
     optimizer = net.optimizer()
     scheduler = scheduler_of(optimizer)
     average = AveragedModel(net.layers, multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True)
-    data, position, orders, done = loader(rows), 0, [], 0
+    source = loader(rows) if data is None else data()
+    position, orders, done = 0, [], 0
     for epoch in range(EPOCHS):
-        batches = iter(data)
+        batches = iter(source)
         if epoch == 0:
             torch.manual_seed(5)
         orders.append(order := list[int]())
