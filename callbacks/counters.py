@@ -27,8 +27,8 @@ class RunCounters(Callback):
       after its last checkpoint is lost with it.
 
     All of them stand at an update boundary: a window that is not finished has not been counted. In a run that goes on
-    from a checkpoint without counts, earlier updates are taken to have used as many tokens as those to come, aloud;
-    their time is not known.
+    from a checkpoint without counts, earlier updates are taken to have used as many tokens as those to come, aloud, or
+    none where only a function knows; their time is not known.
 
     Args:
         tokens_per_batch: Tokens of one rank's batch, or a function of the batch, whose numbers are added up over the
@@ -143,12 +143,17 @@ class RunCounters(Callback):
 
     def _assume(self, trainer: Trainer) -> None:
         """Count the updates of before, which nobody has counted."""
-        rank_zero_warn(
-            f"The checkpoint holds no state of RunCounters: its {trainer.global_step} updates are counted as if each "
-            "had used the tokens of one to come, and their time is left out."
-        )
         self.updates = trainer.global_step
-        if not callable(self.tokens_per_batch):
+        if callable(self.tokens_per_batch):
+            rank_zero_warn(
+                f"The checkpoint holds no state of RunCounters, and tokens_per_batch is a function: the tokens of its "
+                f"{self.updates} updates are not known and left out, as is their time; give a number to count them."
+            )
+        else:
+            rank_zero_warn(
+                f"The checkpoint holds no state of RunCounters: its {self.updates} updates are counted as if each had "
+                "used the tokens of one to come, and their time is left out."
+            )
             per_batch = tokens_in(None, trainer, self.tokens_per_batch) or 0.0
             self.tokens = self.tokens_read = per_batch * trainer.accumulate_grad_batches * self.updates
         self.flops = self.tokens_read * self._flops_per_token

@@ -31,7 +31,7 @@ class DataAnnealing(Callback):
     order: ClassVar[int] = Order.STATISTICS
 
     def __init__(self, *, num_points: int = 5) -> None:
-        whole("annealing.num_points", num_points, least=2)
+        whole("annealing.num_points", num_points, least=2, most=100)
         self.num_points = num_points
         self._step = 0
 

@@ -24,12 +24,10 @@ from lit_pretrain.checks import flag, whole
 from lit_pretrain.distributed import state
 from lit_pretrain.errors import ConfigError
 
-_KEPT = 4  # updates: a value is read at most two late
-
 
 @dataclass
 class _Update:
-    number: int
+    number: int  # what Lightning counts, from 1
     names: list[str]
     norms: Tensor  # (parameters,), this rank's parts
     loss: Tensor | None
@@ -79,13 +77,13 @@ class NonFiniteGuard(Callback):
         self.max_reports = max_reports
         self.reports: list[str] = []
         self._mean: LaggingMean | None = None
-        self._kept: deque[_Update] = deque(maxlen=_KEPT)
+        self._kept: deque[_Update] = deque()  # those whose values are on their way
         self._hooks: list[RemovableHandle] = []
         self._layers: list[str] = []
         self._flags: dict[int, Tensor] = {}
         self._loss: Tensor | None = None
-        self._batches: list[Any] = []
-        self._updates = 0
+        self._batches: list[Any] = []  # read since the last update
+        self._named: list[Any] = []  # of the last update
         self._was_bad = False  # the newest update that was looked at
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -105,6 +103,8 @@ class NonFiniteGuard(Callback):
         self._mean = LaggingMean(trainer)
         self._was_bad = False
         self._kept.clear()
+        self._named = []
+        self._forget_window()
         self._layers = []
         if self.activations:
             for name, layer in pl_module.named_modules():
@@ -140,8 +140,7 @@ class NonFiniteGuard(Callback):
             for p in group["params"]
             if p.grad is not None and (gradient := state.local(p.grad)).numel()  # a rank may hold nothing of it
         ]
-        self._updates += 1
-        loss, self._loss = self._loss, None
+        loss = self._loss
         bad = torch.zeros((), dtype=torch.float64, device=pl_module.device)
         norms = torch.zeros(0)
         if found:
@@ -154,31 +153,38 @@ class NonFiniteGuard(Callback):
         flags = [
             self._flags.get(i, torch.zeros((), dtype=torch.bool, device=bad.device)) for i in range(len(self._layers))
         ]
+        number = trainer.global_step + 1
+        self._named = self._batches or self._named  # another step on the same batches
         self._kept.append(
             _Update(
-                self._updates,
+                number,
                 [name for name, _ in found],
                 norms,
                 loss,
-                self._batches,
+                self._named,
                 self._layers,
                 torch.stack(flags) if flags else None,
             )
         )
-        self._flags, self._batches = {}, []
-        self._mean.send(self._updates, bad.reshape(1))
+        self._forget_window()
+        self._mean.send(number, bad.reshape(1))
+
+    def _forget_window(self) -> None:
+        self._flags, self._batches, self._loss = {}, [], None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Look at what has arrived."""
+        """Where a window ends, look at what has arrived."""
         if self._mean is not None and not _compat.accumulates(trainer):
-            self._look(trainer, self._mean.ready())
+            self._look(trainer, self._arrived(self._mean.ready()))
+            if pl_module.automatic_optimization:  # else the module may go on adding gradients
+                self._forget_window()  # the optimizer has not run where no batch of it gave a loss
 
     def before_save(self, trainer: Trainer) -> None:
         """Look at everything; every rank calls it."""
         if self._mean is not None:
-            self._look(trainer, self._mean.flush())
+            self._look(trainer, self._arrived(self._mean.flush()))
 
     def went_back(self, trainer: Trainer) -> None:
         """The weights went back to an earlier update: what was not finite is told of once, and what it led to is not.
@@ -187,12 +193,11 @@ class NonFiniteGuard(Callback):
         """
         if self._mean is None:
             return
-        bad = [one for one in self._mean.flush() if one[1][0] != 0]
+        bad = [one for one in self._arrived(self._mean.flush()) if one[1]]
         if not self._was_bad:
             self._look(trainer, bad[:1])
         self._was_bad = False
-        self._kept.clear()
-        self._flags, self._batches, self._loss = {}, [], None
+        self._forget_window()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """No validation on weights that nobody has looked at."""
@@ -208,13 +213,16 @@ class NonFiniteGuard(Callback):
         """Leave the layers alone."""
         self._unhook()
 
-    def _look(self, trainer: Trainer, arrived: list[tuple[int, list[float]]]) -> None:
-        for number, (bad,) in arrived:
-            self._was_bad = bad != 0
-            if bad == 0 or len(self.reports) >= self.max_reports:
+    def _arrived(self, values: list[tuple[int, list[float]]]) -> list[tuple[_Update, bool]]:
+        """The updates that values belong to, as this rank saw them, and whether any rank's was bad; oldest first."""
+        return [(self._kept.popleft(), bad != 0) for _, (bad,) in values]
+
+    def _look(self, trainer: Trainer, arrived: list[tuple[_Update, bool]]) -> None:
+        for update, bad in arrived:
+            self._was_bad = bad
+            if not bad or len(self.reports) >= self.max_reports:
                 continue
-            mine = next((u for u in self._kept if u.number == number), None)
-            message = _compose(trainer.global_step, _gather(_describe(mine), trainer))
+            message = _compose(update.number, _gather(_describe(update), trainer))
             self.reports.append(message)
             if self.action == "stop":
                 self._unhook()
@@ -227,10 +235,8 @@ class NonFiniteGuard(Callback):
         self._hooks = []
 
 
-def _describe(update: _Update | None) -> dict[str, Any]:
+def _describe(update: _Update) -> dict[str, Any]:
     """What one rank saw, plain. Waits for the device: only when something has gone wrong."""
-    if update is None:
-        return {}
     bad = (~update.norms.isfinite()).nonzero().flatten().tolist()
     outputs = [] if update.flags is None else update.flags.nonzero().flatten().tolist()
     loss = None if update.loss is None else float(update.loss)
@@ -244,24 +250,24 @@ def _describe(update: _Update | None) -> dict[str, Any]:
     }
 
 
-def _compose(step: int, ranks: list[dict[str, Any]]) -> str:
-    guilty = [r for r, seen in enumerate(ranks) if seen and not seen["loss_is_finite"]]
+def _compose(update: int, ranks: list[dict[str, Any]]) -> str:
+    guilty = [r for r, seen in enumerate(ranks) if not seen["loss_is_finite"]]
     parts = []
     if guilty:
         losses = ", ".join(f"{ranks[r]['loss']} on rank {r}" for r in guilty)
         parts.append(f"the loss is {losses} (batches {ranks[guilty[0]]['batches']})")
     for rank, seen in enumerate(ranks):
-        if seen and seen["outputs"] and (not guilty or rank in guilty):
+        if seen["outputs"] and (not guilty or rank in guilty):
             parts.append(f"on rank {rank} the first layer to put it out is {seen['outputs'][0]}")
             break
-    told = [r for r, seen in enumerate(ranks) if seen and seen["gradients"] and (not guilty or r in guilty)]
+    told = [r for r, seen in enumerate(ranks) if seen["gradients"] and (not guilty or r in guilty)]
     if told:
         seen = ranks[told[0]]
         where = f"{len(seen['gradients'])} of {seen['of']} gradients are not finite on rank {told[0]}"
         nearest = f", nearest the output that of {seen['gradients'][-1]}"
         parts.append(where + ("" if guilty else nearest))
     what = "; ".join(parts) or "a value is not finite"
-    return f"Up to update {step}: {what}. Look at those batches, the learning rate and the precision of that layer."
+    return f"Update {update}: {what}. Look at those batches, the learning rate and the precision of that layer."
 
 
 def _gather(mine: dict[str, Any], trainer: Trainer) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ from lit_pretrain.callbacks._rollback.update_drop import UpdateDrop
 from lit_pretrain.callbacks._saving.run_end import RunEnd
 from lit_pretrain.callbacks.clipping import GradientClipping
 from lit_pretrain.callbacks.order import Order, move_behind, move_to_place
-from lit_pretrain.checks import whole
+from lit_pretrain.checks import path, whole
 from lit_pretrain.errors import ConfigError
 from lit_pretrain.spikes import Decision, RollbackPolicy, SkipLedger, SpikeDetector, SpikeRule
 
@@ -93,8 +93,10 @@ class LossSpikeRollback(Callback):
     ) -> None:
         if mode not in ("rollback", "skip", "warn"):
             raise ConfigError(f"rollback.mode={mode!r} is unknown; use rollback, skip or warn.")
-        for name, value in (("every_n_steps", every_n_steps), ("keep", keep)):
-            whole(f"rollback.{name}", value, least=1)
+        whole("rollback.every_n_steps", every_n_steps, least=1)
+        whole("rollback.keep", keep, least=1, most=1000)
+        for name, value in (("ledger", ledger), ("disk", disk)):
+            path("rollback." + name, value)
         if monitor is not None and not isinstance(monitor, str):
             raise ConfigError(f"rollback.monitor={monitor!r} must be the name of a logged value, or null for the loss.")
         if policy is not None and not isinstance(policy, RollbackPolicy):
@@ -110,8 +112,8 @@ class LossSpikeRollback(Callback):
             detector if isinstance(detector, SpikeDetector) else SpikeDetector(detector), monitor=monitor
         )
         self._reports = spike_report.SpikeReports(alarm)
-        self._course = DataCourse(None if ledger is None else Path(ledger))
-        self._disk = None if disk is None else Path(disk)
+        self._course = DataCourse(None if ledger is None else Path(ledger).expanduser())
+        self._disk = None if disk is None else Path(disk).expanduser()
         self._end = RunEnd("rollback")
         self._updates = 0  # applied
         self._is_resumed = False
@@ -180,7 +182,9 @@ class LossSpikeRollback(Callback):
             self._moments = Moments(every_n_steps=self.every_n_steps, keep=self.keep, path=folder)
         elif self.mode == "skip":
             self._drop = UpdateDrop(trainer)
-        self._fetches = Fetches(trainer, self._course, fetched=lambda: self._tell(trainer))
+        self._fetches = Fetches(
+            trainer, self._course, fetched=lambda: self._tell(trainer), only_warns=self.mode == "warn"
+        )
         self._fetches.listen()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -195,6 +199,7 @@ class LossSpikeRollback(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Where a window begins, take a snapshot if it is time."""
+        self._tell(trainer)  # where fetches are out of reach
         self._watch.note_batch(batch, number=loops.batches_ready(trainer) - 1)
         if self._course.is_open:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 from lit_pretrain.errors import ConfigError
 
@@ -27,13 +28,26 @@ def number(
     Raises:
         ConfigError: Naming ``name``, the value and the rule.
     """
-    real = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
+    try:
+        real = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
+    except OverflowError:  # a whole number that no float can hold
+        real = math.inf
     high_enough = (least is None or real >= least) and (above is None or real > above)
     if math.isfinite(real) and high_enough and (most is None or real <= most):
         return
     rule = f"of at least {least:g}" if least is not None else f"above {above:g}"
     rule += "" if most is None else f" and at most {most:g}"
     raise ConfigError(f"{name}={value!r} must be a finite number {rule}.")
+
+
+def path(name: str, value: object) -> None:
+    """Refuse what is neither a path nor None.
+
+    Raises:
+        ConfigError: Naming ``name`` and the value.
+    """
+    if value is not None and (not isinstance(value, str | Path) or not str(value).strip() or "\0" in str(value)):
+        raise ConfigError(f"{name}={value!r} must be a path, or null.")
 
 
 def flag(name: str, value: object) -> None:

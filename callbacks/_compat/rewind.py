@@ -181,6 +181,11 @@ class FetchListener(Protocol):
         ...
 
 
+def takes_batches_itself(trainer: Trainer) -> bool:
+    """Whether ``training_step`` is given the loader's iterator in place of a batch."""
+    return isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
+
+
 def listen_to_fetches(trainer: Trainer, listener: FetchListener) -> None:
     """Tell of every batch that training takes; call it at the start of every epoch.
 
@@ -195,7 +200,7 @@ def listen_to_fetches(trainer: Trainer, listener: FetchListener) -> None:
         ConfigError: The module takes the loader's iterator itself.
     """
     fetcher = trainer.fit_loop._data_fetcher
-    if isinstance(fetcher, _DataLoaderIterDataFetcher):
+    if takes_batches_itself(trainer):
         raise ConfigError(
             "training_step(dataloader_iter) takes batches by itself, and LossSpikeRollback could not skip any; let "
             "training_step take a batch, or use mode=warn."

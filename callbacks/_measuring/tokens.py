@@ -54,9 +54,10 @@ def own_tokens(batch: Any, setting: int | Callable[[Any], int]) -> int:
     """
     if not callable(setting):
         return setting
-    given = setting(batch)
+    given: Any = setting(batch)
     try:
-        found = None if isinstance(given, bool | str) else int(given)
+        is_bool = isinstance(given, bool) or str(getattr(given, "dtype", "")).endswith("bool")
+        found = None if is_bool or isinstance(given, str) else int(given)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # None; NaN; infinity; a tensor of several numbers
         found = None
     if found is None or found != given or found < 0:

@@ -35,8 +35,7 @@ class Alarm:
     """
 
     def __init__(self, target: AlarmTarget = None, *, timeout_s: float = 10.0) -> None:
-        words = isinstance(target, Sequence) and all(isinstance(word, str) for word in target) and bool(target)
-        if target is not None and not callable(target) and not words:
+        if target is not None and not callable(target) and not _words(target):
             raise ConfigError(
                 f"rollback.alarm={target!r} must be a function, a command, or a webhook's address (https://...)."
             )
@@ -80,15 +79,24 @@ class Alarm:
             pass
 
     def _run(self, line: bytes) -> None:
-        target = self._target
-        words = shlex.split(target) if isinstance(target, str) else list(target)  # type: ignore[arg-type]
-        subprocess.run(words, input=line, check=True, timeout=self._timeout_s)
+        subprocess.run(_words(self._target), input=line, check=True, timeout=self._timeout_s)
 
     def _guarded(self, tell: Callable[[], object]) -> None:
         try:
             tell()
         except Exception as error:  # whatever it is, training matters more
             rank_zero_warn(f"The spike alarm failed: {type(error).__name__}: {error}")
+
+
+def _words(target: object) -> list[str]:
+    """Of a command; none where it is no command."""
+    try:
+        words = shlex.split(target) if isinstance(target, str) else target
+    except ValueError:  # a quotation mark is left open
+        return []
+    if not isinstance(words, Sequence) or not all(isinstance(word, str) for word in words):
+        return []
+    return list(words) if words and words[0].strip() else []
 
 
 def finite(value: Any) -> Any:

@@ -121,7 +121,7 @@ class DataCourse:
 def _set_aside(path: Path) -> None:
     """Keep the ledger of an earlier run in the same folder under another name: this run begins."""
     number = 1
-    while path.exists():
+    while path.is_file():
         other = path.with_name(f"{path.stem}-before-{number}{path.suffix}")
         if not other.exists():
             try:

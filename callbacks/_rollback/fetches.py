@@ -25,9 +25,13 @@ class Fetches:
         trainer: In training.
         course: Of the data.
         fetched: Called before any hook of a batch that is trained on.
+        only_warns: Nothing has to be left out where batches are out of reach.
     """
 
-    def __init__(self, trainer: Trainer, course: DataCourse, *, fetched: Callable[[], None]) -> None:
+    def __init__(
+        self, trainer: Trainer, course: DataCourse, *, fetched: Callable[[], None], only_warns: bool = False
+    ) -> None:
+        self._only_warns = only_warns
         self._trainer, self._course, self._tell = trainer, course, fetched
         self._owed: _random.State | None = None  # for the next window; None where numbers are drawn as ever
         self._end_is_left_out = False  # of this epoch, so that no validation stands there
@@ -35,7 +39,8 @@ class Fetches:
 
     def listen(self) -> None:
         """To this epoch's batches; the loaders may be others than those of the last."""
-        rewind.listen_to_fetches(self._trainer, self)
+        if not (self._only_warns and rewind.takes_batches_itself(self._trainer)):
+            rewind.listen_to_fetches(self._trainer, self)
 
     def epoch_ends(self) -> None:
         """Before schedulers step that watch a metric."""

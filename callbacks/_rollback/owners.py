@@ -7,6 +7,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveragi
 
 from lit_pretrain.callbacks._compat.rewind import saves_every
 from lit_pretrain.callbacks.clipping import GradientClipping
+from lit_pretrain.callbacks.non_finite import NonFiniteGuard
 from lit_pretrain.callbacks.run_checkpoint import RunCheckpoint
 from lit_pretrain.errors import ConfigError
 
@@ -28,6 +29,12 @@ def check_owners(trainer: Trainer, rollback: Callback, *, mode: str) -> None:
             f"LossSpikeRollback(mode={mode!r}) takes care of updates that are not finite, and "
             f"GradientClipping(non_finite={clipping.non_finite!r}) would too; give it non_finite='ignore' "
             "(callbacks.clipping.non_finite=ignore)."
+        )
+    guard = next((c for c in callbacks if isinstance(c, NonFiniteGuard)), None)
+    if guard is not None and mode != "warn" and guard.action == "stop":
+        raise ConfigError(
+            f"NonFiniteGuard(action='stop') would end the run at a value that LossSpikeRollback(mode={mode!r}) takes "
+            "back; give it action='report' (callbacks.non_finite.action=report)."
         )
     names = {c.__name__ for c in type(trainer.strategy).__mro__} & set(_OUT_OF_REACH)
     if names and mode == "rollback":

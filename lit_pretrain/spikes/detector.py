@@ -37,7 +37,7 @@ class SpikeDetector:
             if rule not in _RULES:
                 raise ConfigError(f"spikes.rule={rule!r} is unknown; use {' or '.join(_RULES)}, or a rule object.")
             rule = _RULES[rule]
-        elif not hasattr(rule, "judge_loss"):
+        elif isinstance(rule, type) or not hasattr(rule, "judge_loss"):
             raise ConfigError(f"spikes.rule={rule!r} must be {' or '.join(_RULES)}, or a rule object.")
         self.rule = rule
         self._losses: deque[float] = deque(maxlen=rule.window)

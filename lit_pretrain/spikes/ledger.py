@@ -70,12 +70,16 @@ class Skip:
         """
         try:
             plain = json.loads(line)
+            if not isinstance(plain, dict):
+                raise ValueError("an entry is an object in braces")
             for name in ("loss", "grad_norm", "z"):
-                plain[name] = None if plain[name] is None else float(plain[name])
+                plain[name] = None if plain.get(name) is None else float(plain[name])
             entry = cls(**plain)
+            if not (isinstance(entry.kind, str) and isinstance(entry.reason, str)):
+                raise ValueError("kind and reason have to be text")
             _check_snapshots(entry.details)
             return entry
-        except (ValueError, TypeError, KeyError, RecursionError) as error:  # a ConfigError is a ValueError
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:  # a ConfigError is a ValueError
             raise DataError(f"{line[:80]!r} is no entry of a skip ledger ({error}).") from error
 
 

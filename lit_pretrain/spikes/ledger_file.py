@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 from lit_pretrain.errors import DataError
@@ -46,21 +47,26 @@ class LedgerFile:
         return SkipLedger(list(entries.values()))
 
     def check_writable(self) -> None:
-        """Leaves nothing behind.
+        """Try it, since a file system may answer otherwise than it acts; nothing is left behind.
 
         Raises:
             DataError: An entry could not be written.
         """
         problem = None
         try:
-            if self.path.exists():
-                with self.path.open("r+b"):
-                    return
             place = next(folder for folder in self.path.absolute().parents if os.path.lexists(folder))
-            if not place.is_dir():
+            if self.path.is_file():
+                with self.path.open("r+b"):
+                    pass
+            elif self.path.is_dir():
+                problem = "it is a folder"
+            elif self.path.exists():  # a device or a pipe
+                problem = "it is no regular file"
+            elif not place.is_dir():
                 problem = f"{place} is no folder"
-            elif not os.access(place, os.W_OK | os.X_OK):
-                problem = f"nothing can be written in {place}"
+            else:
+                with tempfile.TemporaryFile(dir=place) as trial:
+                    trial.write(b"\n")
         except OSError as error:
             problem = error.strerror or str(error)
         if problem is not None:

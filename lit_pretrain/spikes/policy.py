@@ -10,7 +10,7 @@ from lit_pretrain.errors import ConfigError
 from lit_pretrain.spikes.ledger import Skip, SkipLedger
 from lit_pretrain.spikes.verdict import Verdict
 
-_FURTHEST = 1e6  # updates; more data than any run would give up
+_FURTHEST = 1_000_000  # updates; more data than any run would give up
 
 
 @dataclass(frozen=True, order=True)
@@ -76,7 +76,7 @@ class RollbackPolicy:
         whole("rollback.max_rollbacks", self.max_rollbacks, least=0)
         whole("rollback.max_rollbacks_in_all", self.max_rollbacks_in_all, least=0)
         whole("rollback.stretch", self.stretch, least=1)
-        whole("rollback.distance", self.distance, least=0)
+        whole("rollback.distance", self.distance, least=0, most=_FURTHEST)
         number("rollback.growth", self.growth, least=1.0)
         if self.growth > 10.0:
             raise ConfigError(f"rollback.growth={self.growth} must be at most 10; 2 doubles the distance each time.")

@@ -75,7 +75,7 @@ class SpikeRule(Protocol):
 def _check_window(name: str, *, window: int, min_steps: int, patience: int) -> None:
     whole(f"{name}.window", window, least=10, most=1_000_000)
     whole(f"{name}.min_steps", min_steps, least=2)
-    whole(f"{name}.patience", patience, least=1)
+    whole(f"{name}.patience", patience, least=1, most=1_000_000)
     if min_steps > window:
         raise ConfigError(
             f"{name}.min_steps={min_steps} must not exceed {name}.window={window}, or nothing is ever judged; "

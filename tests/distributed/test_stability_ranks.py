@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader
 
 from lit_pretrain.callbacks import ChinchillaBudget, LossSpikeRollback, NonFiniteGuard, RunCounters
 from lit_pretrain.spikes import MeanRule
+from lit_pretrain.strategies import HybridParallelStrategy
+from tests.support import parity, plain
 
 UPDATES = 12
 
@@ -75,6 +77,8 @@ def said(folder: str, kind: str) -> str:
     settings: dict[str, Any] = {"ledger": root / "spikes.jsonl"}
     if kind == "ledger below a file":
         settings = {"ledger": root / "file" / "spikes.jsonl"}
+    elif kind == "ledger is a pipe":
+        settings = {"ledger": root / "pipe"}
     elif kind == "disk on rank 1":
         settings = {"disk": root / ("good" if rank == 0 else "file")}
     else:
@@ -95,16 +99,19 @@ def said(folder: str, kind: str) -> str:
             "ledger below a file",
             r"DataError: The skip ledger .*spikes\.jsonl could not be written \(.*file is no folder",
         ),
+        ("ledger is a pipe", r"DataError: The skip ledger .*pipe could not be written \(it is no regular file\)"),
         ("damaged ledger", r"DataError: .*spikes\.jsonl, line 1: .* is no entry of a skip ledger .* Repair or remove"),
         ("disk on rank 1", r"ConfigError: rollback\.disk: snapshots cannot be written to .*file.rank-00001 \("),
     ],
 )
 def test_every_rank_says_what_one_has_found(tmp_path: Path, ranks: Any, kind: str, message: str) -> None:
     (tmp_path / "file").write_text("mine")
+    os.mkfifo(tmp_path / "pipe")
     first, second = ranks(2, said, str(tmp_path), kind)
     assert first == second
     assert re.match(message, first), first
     assert (tmp_path / "file").read_text() == "mine"
+    assert (tmp_path / "pipe").is_fifo()  # not set aside either
     assert kind == "damaged ledger" or not (tmp_path / "spikes.jsonl").exists()
 
 
@@ -145,10 +152,31 @@ def guarded(folder: str, poison: dict[int, int], every: int) -> dict[str, Any]:
     return {"reports": guard.reports, "ledger": [entry.spike for entry in back.ledger.entries]}
 
 
-@pytest.mark.parametrize("every", [3, 5])
-def test_a_report_beside_a_rollback_names_the_one_that_was_bad(tmp_path: Path, ranks: Any, every: int) -> None:
-    """Batch 5 on rank 1; at 3 its update is looked at before the next is made, at 5 one later."""
-    for got in ranks(2, guarded, str(tmp_path), {5: 1}, every):
-        assert got["ledger"] == [6]
-        (report,) = got["reports"]
-        assert "the loss is nan on rank 1 (batches [5])" in report
+@pytest.mark.parametrize(("every", "second"), [(1, 8), (3, 7), (5, 3)])
+def test_a_report_beside_a_rollback_names_the_one_that_was_bad(
+    tmp_path: Path, ranks: Any, every: int, second: int
+) -> None:
+    """Batch 5 on rank 1 in update 6, then batch 9 on rank 0; what update that is depends on the snapshot restored.
+
+    Every 3 updates update 6 is looked at before the next is made, else one later, when 7 is made.
+    """
+    for got in ranks(2, guarded, str(tmp_path), {5: 1, 9: 0}, every):
+        assert got["ledger"] == [6, second]
+        first, last = got["reports"]
+        assert first.startswith("Update 6: the loss is nan on rank 1 (batches [5])")
+        assert last.startswith(f"Update {second}: the loss is nan on rank 0 (batches [9])")
+
+
+def shared(size: int) -> dict[str, Any]:
+    """Pairs of ranks read the same batches; the second pair of four counts one token more in each."""
+    run = plain.trainer(HybridParallelStrategy(tensor_parallel_size=2), devices=size, max_steps=1)
+    counters = RunCounters(tokens_per_batch=lambda batch: 100 + run.strategy.distributed_sampler_kwargs["rank"])
+    run.callbacks.append(counters)  # type: ignore[attr-defined]
+    module = parity.Wide(parity.config("gpt2", tied=True), optimizer=parity.adamw, seed=5)
+    run.fit(module, DataLoader(parity.global_batches(updates=1, rows=4), batch_size=None))
+    return {"tokens": counters.tokens, "pairs": run.strategy.distributed_sampler_kwargs["num_replicas"]}
+
+
+def test_ranks_that_share_a_batch_count_once(ranks: Any) -> None:
+    assert ranks(2, shared, 2) == [{"tokens": 100.0, "pairs": 1}] * 2
+    assert ranks(4, shared, 4) == [{"tokens": 201.0, "pairs": 2}] * 4

@@ -148,3 +148,20 @@ def test_what_skip_cannot_judge_is_refused(tmp_path: Path, kind: Any, message: s
     )
     with pytest.raises(ConfigError, match=message):
         trainer.fit(kind(), shuffled.loader())
+
+
+class TakesBatches(shuffled.Net):
+    """Asks the loader's iterator for its batch."""
+
+    def training_step(self, dataloader_iter: Any) -> Any:
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_module_that_takes_batches_itself_is_warned_alone(tmp_path: Path) -> None:
+    told: list[Any] = []
+    got = shuffled.train(str(tmp_path), poison=[12], kind=TakesBatches, mode="warn", alarm=told.append)
+    assert [facts["update"] for facts in told][:1] == [13]
+    assert got["ledger"] == []
+    with pytest.raises(ConfigError, match=r"takes batches by itself, .* or use mode=warn"):
+        shuffled.train(str(tmp_path / "again"), poison=[12], kind=TakesBatches)

@@ -78,7 +78,7 @@ def test_a_function_that_hangs_is_left_alone(recwarn: pytest.WarningsRecorder) -
     assert any("has not returned after 0.1 s" in str(w.message) for w in recwarn)
 
 
-@pytest.mark.parametrize("target", [3, [], ["a", 4], ""])
+@pytest.mark.parametrize("target", [3, [], ["a", 4], "", "  ", "tell 'me", [" "]])
 def test_what_is_no_alarm(target: Any) -> None:
     with pytest.raises(ConfigError, match=r"rollback\.alarm="):
         Alarm(target)

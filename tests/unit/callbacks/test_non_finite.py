@@ -11,6 +11,7 @@ from torch import nn
 
 from lit_pretrain.callbacks import GradientClipping, NonFiniteGuard
 from lit_pretrain.errors import ConfigError
+from lit_pretrain.plugins import MasterWeightPrecision
 
 
 class Poisoned(torch.autograd.Function):
@@ -48,7 +49,7 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def fit(module: Net, guard: Any, *others: Any, named: bool = True) -> None:
+def fit(module: Net, guard: Any, *others: Any, named: bool = True, plugins: Any = None) -> None:
     batches = [{"x": torch.randn(4, 3, generator=torch.Generator().manual_seed(i)), "index": i} for i in range(8)]
     if not named:
         batches = [{"x": batch["x"]} for batch in batches]
@@ -56,6 +57,7 @@ def fit(module: Net, guard: Any, *others: Any, named: bool = True) -> None:
         accelerator="cpu",
         max_epochs=1,
         callbacks=[*others, guard],
+        plugins=plugins,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -85,8 +87,55 @@ def test_a_report_lets_the_run_go_on(recwarn: pytest.WarningsRecorder) -> None:
     guard = NonFiniteGuard(action="report", max_reports=2)
     fit(Net(at=3, how="backward"), guard)
     assert len(guard.reports) == 2  # the weights are lost, and the third report is not made
-    assert "Up to update 4" in guard.reports[0]
+    assert guard.reports[0].startswith("Update 4: ")
     assert sum("gradients are not finite" in str(w.message) for w in recwarn) == 2
+
+
+class ManySteps(Net):
+    """Six steps on every batch, as critics are trained; the second of them has a loss that is not finite."""
+
+    def __init__(self, *, at: int) -> None:
+        super().__init__(at=at, how="none")
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        for step in range(6):
+            optimizer.zero_grad()
+            loss = self.third(batch["x"]).square().mean()
+            self.manual_backward(loss * float("nan") if (batch_idx, step) == (self.at, 1) else loss)
+            optimizer.step()
+
+
+def test_every_step_on_a_batch_is_placed() -> None:
+    """The 14th: two batches of six, and two."""
+    with pytest.raises(FloatingPointError, match=r"Update 14: the loss is nan on rank 0 \(batches \[2\]\)"):
+        fit(ManySteps(at=2), NonFiniteGuard())
+
+
+def test_another_fit_names_nothing_of_the_last() -> None:
+    class Halt(pl.Callback):
+        def on_before_optimizer_step(self, *args: Any) -> None:
+            raise KeyError("halt")
+
+    guard = NonFiniteGuard()
+    with pytest.raises(KeyError, match="halt"):  # before the guard, which keeps what it has heard of batch 0
+        fit(Net(at=99, how="none"), guard, Halt())
+    with pytest.raises(FloatingPointError, match=r"\(batches \[0\]\)"):
+        fit(Net(at=0, how="activation"), guard)
+
+
+class Passes(Net):
+    """Batch 2 gives no loss, and under our loss scaler no step of the optimizer."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 2 else loss * float("nan") if batch_idx == 3 else loss
+
+
+def test_a_batch_without_a_step_is_not_named_with_the_next() -> None:
+    with pytest.raises(FloatingPointError, match=r"the loss is nan on rank 0 \(batches \[3\]\)"):
+        fit(Passes(at=99, how="none"), NonFiniteGuard(), plugins=MasterWeightPrecision("fp16"))
 
 
 def test_a_healthy_run_says_nothing() -> None:

@@ -13,12 +13,17 @@ from torch import nn
 
 from lit_pretrain.callbacks import GradientClipping, LossSpikeRollback
 from lit_pretrain.errors import ConfigError
+from lit_pretrain.spikes import MeanRule
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"mode": "undo"}, r"rollback\.mode='undo' is unknown"),
+        ({"keep": 10**9}, r"rollback\.keep=1000000000 must be at most 1,000"),
+        ({"ledger": 5}, r"rollback\.ledger=5 must be a path, or null"),
+        ({"disk": ""}, r"rollback\.disk='' must be a path, or null"),
+        ({"detector": MeanRule}, r"spikes\.rule=<class .*MeanRule'> must be robust or mean, or a rule object"),
         ({"keep": 0}, r"rollback\.keep=0 must be a whole number"),
         ({"every_n_steps": 2.5}, r"rollback\.every_n_steps=2\.5 must be a whole number"),
         ({"policy": {"max_rollbacks": 3}}, r"rollback\.policy={'max_rollbacks': 3} must be a RollbackPolicy"),

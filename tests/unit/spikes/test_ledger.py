@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -225,6 +226,36 @@ def test_details_of_another_kind_are_refused(details):
     whole = json.loads(skip(0, 2).to_json()) | json.loads(line)
     with pytest.raises(DataError, match=r"is no entry of a skip ledger"):
         Skip.from_json(json.dumps(whole))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"loss": 10**400}, "int too large"),
+        ({"lr_factor": 10**400}, r"skip\.lr_factor=10+ must be a finite number"),
+        ({"kind": 3}, "kind and reason have to be text"),
+        ({"reason": None}, "kind and reason have to be text"),
+    ],
+)
+def test_values_of_another_kind_are_refused(change, match):
+    with pytest.raises(DataError, match=rf"is no entry of a skip ledger \(.*{match}"):
+        Skip.from_json(json.dumps(json.loads(skip(0, 2).to_json()) | change))
+
+
+def test_what_was_not_known_may_be_left_out():
+    line = '{"step": 1, "low": 1, "high": 2, "spike": 2, "kind": "jump"}'
+    assert Skip.from_json(line) == Skip(step=1, low=1, high=2, spike=2, kind="jump")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="only Linux has a folder in which root cannot write")
+def test_a_place_is_tried_and_not_asked():
+    with pytest.raises(DataError, match=r"could not be written \(.*\); set rollback\.ledger"):
+        LedgerFile("/proc/spikes.jsonl").check_writable()
+
+
+def test_a_device_is_no_ledger():
+    with pytest.raises(DataError, match=r"/dev/null could not be written \(it is no regular file\)"):
+        LedgerFile("/dev/null").check_writable()
 
 
 @pytest.mark.parametrize("place", ["file/spikes.jsonl", "folder", "file/deep/spikes.jsonl"])
