@@ -148,6 +148,7 @@ def test_norms_with_running_statistics_stay_in_float32(kind: Any) -> None:
     class Normed(Net):
         def __init__(self, **settings: Any) -> None:
             super().__init__(**settings)
+            torch.manual_seed(3)
             self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -156,11 +157,13 @@ def test_norms_with_running_statistics_stay_in_float32(kind: Any) -> None:
 
     module, plain = Normed(batches=batches(4)), Normed(batches=batches(4))
     plain.load_state_dict(module.state_dict())
-    trainer(plugins=MasterWeightPrecision(kind), limit_val_batches=1).fit(module)
+    # The usual initial scale may overflow, and the update that is skipped then is missing in the statistics.
+    scaler = DynamicLossScaler(initial_scale=64) if kind == "fp16" else None
+    trainer(plugins=MasterWeightPrecision(kind, scaler=scaler), limit_val_batches=1).fit(module)
     trainer(limit_val_batches=1).fit(plain)
     assert module.seen == torch.float32
-    # Of inputs about 1, rounded twice on the way.
-    torch.testing.assert_close(module.net[1].running_mean, plain.net[1].running_mean, rtol=0, atol=2**-5)
+    # Of inputs about 1, rounded twice on the way, and of weights that follow rounded gradients.
+    torch.testing.assert_close(module.net[1].running_mean, plain.net[1].running_mean, rtol=0, atol=2**-8)
 
 
 def test_norms_with_running_statistics_have_to_be_named_where_a_strategy_gathers_weights() -> None:
