@@ -53,6 +53,9 @@ class ExactResume(Callback):
     in a warning: a data set without an order of its own, a stateful loader without a length, other ranks under a
     foreign loader.
 
+    Not exact, in the epoch in which a run is resumed: ``ReduceLROnPlateau`` (Lightning does not step it at that epoch's
+    end), ``GradientAccumulationScheduler``, and a ``DataLoader`` with a ``generator`` of its own.
+
     A module that changes its state in its own ``on_train_batch_end`` does so after callbacks have saved, as under
     Lightning alone.
 
