@@ -53,8 +53,8 @@ class ExactResume(Callback):
     in a warning: a data set without an order of its own, a stateful loader without a length, other ranks under a
     foreign loader.
 
-    Not exact, in the epoch in which a run is resumed: ``ReduceLROnPlateau`` (Lightning does not step it at that epoch's
-    end), ``GradientAccumulationScheduler``, and a ``DataLoader`` with a ``generator`` of its own.
+    Not exact, in the epoch in which a run is resumed: ``GradientAccumulationScheduler``, and a ``DataLoader`` with a
+    ``generator`` of its own. Nor ``ReduceLROnPlateau`` by epochs after a save in ``on_train_epoch_end``: it steps later.
 
     A module that changes its state in its own ``on_train_batch_end`` does so after callbacks have saved, as under
     Lightning alone.
@@ -328,6 +328,8 @@ class ExactResume(Callback):
             self._restore_random()
         if not loops.epoch_is_over(trainer):
             self._sums_at_stop = sums.capture(trainer)
+        if self._restored is not None:
+            loops.end_epoch_as_ever(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop listening to the optimizers."""

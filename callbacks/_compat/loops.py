@@ -169,6 +169,14 @@ def end_restart(trainer: Trainer) -> None:
     trainer.fit_loop._restarting = False
 
 
+def end_epoch_as_ever(trainer: Trainer) -> None:
+    """In ``on_train_epoch_end``: Lightning steps schedulers that watch a metric next, but not in a restarted epoch.
+
+    It has saved no metrics to show them; ``ExactResume`` has.
+    """
+    trainer.fit_loop._restarting = False
+
+
 def validation_is_due(trainer: Trainer) -> bool:
     """Whether a validation follows the batch in progress."""
     loop: Any = trainer.fit_loop.epoch_loop
