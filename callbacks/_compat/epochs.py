@@ -6,7 +6,7 @@ Private in Lightning 2.6, without a public counterpart. Can go when the trainer 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
@@ -30,19 +30,19 @@ def step_schedulers(trainer: Trainer, *, epoch: int) -> None:
             progress.increment_completed()
 
 
-def hold_plateaus(trainer: Trainer) -> Callable[[], None]:
-    """Keep schedulers that watch a metric from stepping at this epoch's end; call what comes back after it.
+def hold_plateaus(trainer: Trainer, interval: Literal["step", "epoch"]) -> Callable[[], None]:
+    """Keep schedulers that watch a metric from stepping; call what comes back when they may again.
 
-    The validation that they wait for was left out: Lightning would show them a value of long ago, or end the run for
-    want of one.
+    By steps, Lightning would show them the loss of an update that was taken back: they step after every hook of its
+    batch. By epochs, a value of long ago, since the validation was left out, or it would end the run for want of one.
     """
-    held = [c for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "epoch"]
+    held = [c for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == interval]
     for config in held:
         config.interval = "held"
 
     def release() -> None:
         for config in held:
-            config.interval = "epoch"
+            config.interval = interval
 
     return release
 

@@ -35,7 +35,7 @@ class Fetches:
         self._trainer, self._course, self._tell = trainer, course, fetched
         self._owed: _random.State | None = None  # for the next window; None where numbers are drawn as ever
         self._end_is_left_out = False  # of this epoch, so that no validation stands there
-        self._release: Callable[[], None] | None = None
+        self._held: list[Callable[[], None]] = []  # schedulers that watch a metric
 
     def listen(self) -> None:
         """To this epoch's batches; the loaders may be others than those of the last."""
@@ -45,14 +45,12 @@ class Fetches:
     def epoch_ends(self) -> None:
         """Before schedulers step that watch a metric."""
         if self._end_is_left_out:
-            self._release = epochs.hold_plateaus(self._trainer)
+            self._held.append(epochs.hold_plateaus(self._trainer, "epoch"))
 
     def epoch_has_ended(self) -> None:
         """After it; also where the run ends with it."""
         self._end_is_left_out = False
-        release, self._release = self._release, None
-        if release is not None:
-            release()
+        self._release()
 
     def owe(self, random: _random.State) -> None:
         """The next window begins with this state, whatever is drawn until then."""
@@ -71,6 +69,7 @@ class Fetches:
         now = self._trainer.current_epoch
         over = loops.epoch_is_over(self._trainer)
         self._end_is_left_out = over
+        self._held.append(epochs.hold_plateaus(self._trainer, "step"))
         for ended in range(epoch, now + over):
             epochs.step_schedulers(self._trainer, epoch=ended)
             if ended == now:
@@ -84,6 +83,7 @@ class Fetches:
 
     def leaves_out(self) -> bool:
         """Whether the next microbatch is."""
+        self._release()
         return self._course.leaves_out()
 
     def left_out(self, batch: Any) -> None:
@@ -123,6 +123,10 @@ class Fetches:
         """What was drawn stays drawn."""
         if self._owed is not None:
             self._owed = _random.capture()
+
+    def _release(self) -> None:
+        while self._held:
+            self._held.pop()()
 
     def _restore(self) -> None:
         if self._owed is not None:

@@ -172,17 +172,19 @@ class Snapshot:
     def capture(self, trainer: Trainer, copier: Copier) -> None:
         """Take the state of this moment; weights and optimizer states follow in the background.
 
-        Until ``copier.wait`` returns they may be read but not changed. Buffers, which a forward pass may change, are
-        copied at once.
+        Until ``copier.wait`` returns they may be read but not changed. What a forward pass may change is copied at
+        once: buffers, and parameters that are not trained (slow copies of others).
         """
         copier.finish()
         sharding.reshard(trainer.lightning_module)  # the weights that the optimizer knows, not gathered ones
         live = list(live_tensors(trainer))
         targets = self.memory.lay_out([tensor for _, tensor in live])
         self.tensors = {key: target for (key, _), target in zip(live, targets, strict=True)}
+        untrained = {("parameter", n) for n, p in trainer.lightning_module.named_parameters() if not p.requires_grad}
         pairs = [(key, tensor, target) for (key, tensor), target in zip(live, targets, strict=True)]
-        _copy([(tensor, target) for key, tensor, target in pairs if key[0] == "buffer"])
-        copier.copy([(tensor, target) for key, tensor, target in pairs if key[0] != "buffer"])
+        at_once = {key for key, _ in live if key[0] == "buffer" or key in untrained}
+        _copy([(tensor, target) for key, tensor, target in pairs if key in at_once])
+        copier.copy([(tensor, target) for key, tensor, target in pairs if key not in at_once])
         self.plain = {
             key: deepcopy(value)
             for key, value in _optimizer_entries(trainer)
