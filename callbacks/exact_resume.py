@@ -54,7 +54,7 @@ class ExactResume(Callback):
     foreign loader.
 
     Not exact, in the epoch in which a run is resumed: ``GradientAccumulationScheduler``, and a ``DataLoader`` with a
-    ``generator`` of its own. Nor ``ReduceLROnPlateau`` by epochs after a save in ``on_train_epoch_end``: it steps later.
+    ``generator`` of its own. Nor ``ReduceLROnPlateau`` after a save in ``on_train_epoch_end``, behind which it steps.
 
     A module that changes its state in its own ``on_train_batch_end`` does so after callbacks have saved, as under
     Lightning alone.

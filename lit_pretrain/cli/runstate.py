@@ -53,10 +53,8 @@ def read_state(run_dir: Path) -> RunState:
     if not isinstance(steps, int):
         steps = max((c.step for c in found if c.step is not None), default=None)
         seen, metrics = last_curves(run_dir)
-        known = [
-            n for n in (seen, _updates(run_dir / STOPPED, notes), _updates(run_dir / BUDGET, notes)) if n is not None
-        ]
-        steps = max([*known, steps or 0]) if known else steps
+        told = (steps, seen, _updates(run_dir / STOPPED, notes))  # a budget.json may be of an earlier part
+        steps = max((n for n in told if n is not None), default=None)
     return RunState(kind=kind, sentence=sentence, steps=steps, metrics=metrics, checkpoints=found, notes=tuple(notes))
 
 
@@ -75,7 +73,8 @@ def left_behind(run_dir: Path) -> list[tuple[str, str]]:
     if isinstance(tokens, int | float) and isinstance(ratio, int | float):
         name = budget.get("loss_name") or "loss"
         last = f", {name} {loss:.4f}" if isinstance(loss, int | float) else ""
-        rows.append(("budget", f"{units.count(tokens)} tokens that count, {ratio:.2f} per parameter{last}"))
+        at = f"at update {budget.get('updates')}: {units.count(tokens)} tokens that count"
+        rows.append(("budget", f"{at}, {ratio:.2f} per parameter{last}"))
     return rows
 
 

@@ -190,23 +190,26 @@ class RobustRule:
         """Test the newest loss for a jump, then the newest losses for a shift."""
         height, sigma = level(window), noise(window)
         least = self.min_rise * abs(height) / self.threshold
-        jump = self._test(recent[-1], window, height, max(sigma, least, _SMALLEST_NOISE), share=1.0)
+        jump = self._test(recent[-1], window, height, max(sigma, least, _SMALLEST_NOISE), "jump")
         if jump.kind is not None or len(recent) < self.recent:
             return jump
-        share = MEDIAN_TO_MEAN / math.sqrt(self.recent)
-        newest = median(recent[-self.recent :])
-        shift = self._test(newest, window, height, max(sigma * share, least, _SMALLEST_NOISE), share=share)
+        newest, scatter = median(recent[-self.recent :]), sigma * self._scatter("shift")
+        shift = self._test(newest, window, height, max(scatter, least, _SMALLEST_NOISE), "shift")
         # The newest loss has to be part of it, or the alarm would outlast the spike by half of `recent`.
         return shift if shift.kind is not None and recent[-1] > shift.threshold else jump
 
-    def _test(self, value: float, window: Sequence[float], height: float, sigma: float, *, share: float) -> Finding:
-        """``share`` of the noise of single losses is that of ``value``: 1 for a loss, less for a median of some."""
+    def _scatter(self, kind: Literal["jump", "shift"]) -> float:
+        """How much what is judged scatters, in the noise of single losses: a loss, or a median of the newest."""
+        return 1.0 if kind == "jump" else MEDIAN_TO_MEAN / math.sqrt(self.recent)
+
+    def _test(
+        self, value: float, window: Sequence[float], height: float, sigma: float, kind: Literal["jump", "shift"]
+    ) -> Finding:
         threshold = height + self.threshold * sigma
         if value > threshold:  # rarely: the logarithms cost as much as the rest
-            threshold = max(threshold, self._threshold_in_factors(window, share))
-        z, is_jump = _sigmas(value, height, sigma), share == 1.0
-        kind: Literal["jump", "shift"] = "jump" if is_jump else "shift"
-        what = "loss" if is_jump else f"median {self.recent} losses"
+            threshold = max(threshold, self._threshold_in_factors(window, kind))
+        z = _sigmas(value, height, sigma)
+        what = "loss" if kind == "jump" else f"median {self.recent} losses"
         return Finding(
             kind=kind if value > threshold else None,
             value=value,
@@ -215,14 +218,15 @@ class RobustRule:
             reason=f"{what} {value:.4g} is {z:.1f} sigmas of {sigma:.2g} above the level {height:.4g}",
         )
 
-    def _threshold_in_factors(self, window: Sequence[float], share: float) -> float:
+    def _threshold_in_factors(self, window: Sequence[float], kind: Literal["jump", "shift"]) -> float:
         lowest, enough = min(window), _ENOUGH * max(window)
         if lowest < 0.0:
             return -math.inf
         if lowest == 0.0:
             return max(enough, _LEAST_BESIDE_ZERO)
         logs = [math.log(loss) for loss in window]
-        return min(math.exp(min(level(logs) + self.threshold * share * noise(logs), 700.0)), enough)
+        height = level(logs) + self.threshold * self._scatter(kind) * noise(logs)
+        return min(math.exp(min(height, 700.0)), enough)
 
     def judge_norm(self, window: Sequence[float], norm: float) -> Finding | None:
         """Compare the logarithm of the newest norm with the newer half of those before it."""

@@ -63,7 +63,7 @@ def test_what_a_budget_came_to_and_why_it_ended(tmp_path: Path, capfd: pytest.Ca
     out = inspected(capfd, str(tmp_path))
     assert "3 updates" in out
     assert "by budget: budget.max_tokens is reached with 300 tokens" in out
-    assert "300 tokens that count" in out
+    assert "at update 3: 300 tokens that count" in out
     left = json.loads(inspected(capfd, str(tmp_path), "format=json"))["left_behind"]
     assert left["stopped"].startswith("by budget")
 
@@ -80,3 +80,12 @@ def test_why_a_rollback_gave_up(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert "by rollback: Update 1: the loss is nan" in inspected(capfd, str(tmp_path))
     trainer(tmp_path, LossSpikeRollback(), max_steps=1).fit(Tiny(lr=0.01), loader())
     assert not (tmp_path / "stopped.json").exists()
+
+
+def test_a_budget_of_an_earlier_run_does_not_say_how_far_this_one_came(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "budget.json").write_text(json.dumps({"updates": 999, "tokens": 5, "tokens_per_parameter": 1.0}))
+    out = inspected(capfd, str(folder))
+    assert "4 updates" in out
+    assert "at update 999" in out

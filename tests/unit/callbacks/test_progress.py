@@ -139,3 +139,17 @@ def test_settings_that_make_no_sense():
         PretrainProgress(interval_s=-1)
     with pytest.raises(ConfigError, match="tokens_per_batch=0"):
         PretrainProgress(tokens_per_batch=0)
+
+
+def test_a_run_that_somebody_ended_has_no_time_left(tmp_path, capsys):
+    class Ends(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            trainer.should_stop = trainer.global_step == 4
+
+    model = Timed(lr=0.05)
+    bar = PretrainProgress(interval_s=4.0, tokens_per_batch=500, clock=lambda: model.now)
+    trainer(tmp_path, bar, Ends(), max_steps=10, enable_progress_bar=True).fit(model, loader())
+    first, *_, last = lines_of(capsys)
+    assert first.endswith("left")
+    assert last.startswith("update 4/10")
+    assert "left" not in last
